@@ -235,7 +235,7 @@ def test_image_that_leads_to_itself_does_not_keep_others_from_a_prediction(proce
 def test_length_in_epochs_that_is_too_many_steps_is_refused():
     optim = SgdConfig(learning_rate=0.1)
     config = configuration.TrainConfig(epochs=1e9, batch_size=2, optim=optim)
-    with pytest.raises(ValueError, match=r"epochs=1000000000.0: .* fewer than 2\*\*31"):
+    with pytest.raises(ValueError, match=r"epochs=1000000000.0: .* below 2\*\*31"):
         config.num_steps(5)
 
 

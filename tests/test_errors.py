@@ -164,7 +164,7 @@ def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
     end = start(f"--workdir={run}")
     first, *_, last = end.stderr.splitlines()
     assert end.returncode == 2
-    says(first, "not enough disk", "it takes 0.4", where, "step 3 is safe")
+    says(first, "not enough disk", "takes 0.4", where, "step 3 is safe")
     says(first, "checkpoint.max_to_keep")
     says(last, "step 6 could not be saved", where, "free space", "start again")
     assert workdirs.load(run).step == 3

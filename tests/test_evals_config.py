@@ -110,7 +110,7 @@ def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("c.evals = {}", "names no evaluation"),
+        ("c.evals = {}", "has no evaluations"),
         ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read by"),
         ("c.model = dict(variant='B/16')", "key model is not read by"),
         ("c.data = dict(train_transform='flip')", "data.train_transform is not read"),

@@ -161,7 +161,7 @@ def undisturbed(recipe, tmp_path_factory):
 @pytest.mark.parametrize(
     "says",
     # A save that failed gives room back, so that the next may begin on a full disk too.
-    ["(not enough disk: it takes|No space left on device)", "Read-only file system"],
+    ["(not enough disk space|No space left on device)", "Read-only file system"],
     ids=["full", "sealed"],
 )
 def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(

@@ -318,7 +318,7 @@ def test_the_limit_of_large_images_is_a_flag_and_an_argument(place, run):
         (["--interpolation=cubic"], "interpolation='cubic' is not one of nearest"),
         (["--crop_pct=1.5"], r"crop_pct=1\.5 is not a fraction"),
         (["--mean=0.1,0.2"], r"mean=0\.1,0\.2 has 2 numbers, but .* 3 channels"),
-        (["--resolution=20"], "image height 20 is not a multiple of the patch 8"),
+        (["--resolution=20"], "image height 20 is not a multiple of the patch size 8"),
         (["--labels=absent.txt"], "--labels=absent.txt cannot be read"),
         (["--config.seed=3"], "--config.seed: predicting takes no config"),
     ],

@@ -242,12 +242,12 @@ def test_a_host_that_lost_its_disk_gets_its_parts_of_the_other_or_of_the_workdir
     first, _ = finish(start(OWN_DISKS, "run", 2, *words, devices=2))
     # The step of the kill, or the one before: the other's write may have been cut off.
     if split:
-        why = r"step (15|18) is on local disks, but not the parts of process 1"
+        why = r"step (15|18) is on local disks, but without the parts of process 1"
         assert re.search(why, first)
         assert "resume: step 12 of" in first
     else:
-        assert re.search("resume: step [69] of local disks", first)
-        why = "process 0 had nothing on its disk: received its parts from the others"
+        assert re.search("resume: step [69] from local disks", first)
+        why = "process 0 had no checkpoint on its disk: received its parts from the others"
         assert why in first
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     assert hosts.sha256_of(run) == hosts.sha256_of(undisturbed)

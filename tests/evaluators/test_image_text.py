@@ -269,7 +269,7 @@ def test_images_are_compared_with_texts_in_python(place):
     assert similar[1, 0] > similar[0, 0] and similar[2, 1] > similar[0, 1]
     with pytest.raises(UserError, match="use zero_shot if they have a text tower"):
         model.predict(paths)
-    with pytest.raises(UserError, match="give at least one to compare images with"):
+    with pytest.raises(UserError, match="at least one text to compare images with"):
         model.zero_shot(paths, [])
 
 

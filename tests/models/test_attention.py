@@ -217,13 +217,25 @@ def test_auto_is_the_fastest_that_the_place_allows(place, way):
 @pytest.mark.parametrize(
     ("name", "place", "message"),
     [
-        ("cudnn", {}, "'cudnn' needs an NVIDIA GPU, but this is for platform 'cpu'"),
+        ("cudnn", {}, "'cudnn' needs an NVIDIA GPU, but the platform is 'cpu'"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"}, "needs .*'bfloat16', not"),
-        ("cudnn", {"platform": "gpu", "head_width": 36}, "heads of a multiple of 8"),
-        ("cudnn", {"platform": "gpu", "relative": RELATIVE}, "knows no .*'relative'"),
-        ("splash", {"platform": "gpu"}, "needs a TPU, but this is for platform 'gpu'"),
-        ("splash", {"platform": "tpu", "relative": RELATIVE}, "knows no .*'relative'"),
-        ("flash", {}, "'flash' is not one of auto, einsum, cudnn, splash"),
+        (
+            "cudnn",
+            {"platform": "gpu", "head_width": 36},
+            "features are a multiple of 8",
+        ),
+        (
+            "cudnn",
+            {"platform": "gpu", "relative": RELATIVE},
+            "does not support .*'relative'",
+        ),
+        ("splash", {"platform": "gpu"}, "needs a TPU, but the platform is 'gpu'"),
+        (
+            "splash",
+            {"platform": "tpu", "relative": RELATIVE},
+            "does not support .*'relative'",
+        ),
+        ("flash", {}, "'flash' is unknown: choose one of auto, einsum, cudnn, splash"),
     ],
 )
 def test_impossible_choices_are_refused_with_a_remedy(name, place, message):

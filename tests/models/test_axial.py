@@ -99,9 +99,9 @@ def test_it_has_twice_the_blocks_of_a_vit():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"variant": "Axial-X/16"}, "'Axial-X/16' is not Axial-SIZE/PATCH with a size"),
-        ({"num_heads": 3}, "model width 16 does not divide into 3 heads"),
-        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch 8"),
+        ({"variant": "Axial-X/16"}, "'Axial-X/16' is not Axial-SIZE/PATCH"),
+        ({"num_heads": 3}, "model.width=16 is not a multiple of model.num_heads=3"),
+        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch size 8"),
         ({"depth": 500}, "model.depth=500 must be below 500"),
     ],
 )

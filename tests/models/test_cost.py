@@ -149,7 +149,7 @@ def test_while_loops_with_products_are_refused_and_others_count_nothing():
 
     x = jnp.ones((3, 3))
     assert cost.macs(loop(lambda x: x + 1), x) == 0
-    with pytest.raises(ValueError, match="unbounded: a while loop multiplies"):
+    with pytest.raises(ValueError, match="unbounded: the number of steps"):
         cost.macs(loop(square), x)
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_seen_into_is_refused():
             lambda y: x @ y, x[0], lambda matvec, b: matvec(b), symmetric=True
         )
 
-    with pytest.raises(ValueError, match="custom_linear_solve: how often"):
+    with pytest.raises(ValueError, match="custom_linear_solve: the number of times"):
         cost.macs(solve, jnp.ones((3, 3)))
     with pytest.raises(ValueError, match="ragged_dot.*cannot be counted"):
         cost.macs(

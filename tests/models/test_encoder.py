@@ -315,7 +315,7 @@ def test_gpus_have_whole_groups_of_stochastic_depth():
     for rows in (8 * 12, 8 * 9):  # Groups of 16, and of 8, their divisor.
         with pytest.raises(UserError, match=r"drop_path_group=16: .*multiple of 128"):
             config.check_rows(rows, 8, "gpu")
-    assert "groups have 8" in config.check_rows(8 * 9, 8, "cpu")  # CPUs split them.
+    assert "group size is 8" in config.check_rows(8 * 9, 8, "cpu")  # CPUs split them.
     assert "no branch is dropped" in config.check_rows(9, 1, "cpu")
     assert build(**constant).config.check_rows(9, 8, "gpu") == ""
 

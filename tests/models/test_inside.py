@@ -182,7 +182,7 @@ def test_what_cannot_be_seen_is_refused():
         with pytest.raises(UserError, match="a ResNet has no attention:"):
             look()
     model, params, images = drawn()
-    with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):
+    with pytest.raises(UserError, match=r"class 5 is not one of the 5 classes"):
         intermediates.attention_gradients(model, params, images, jnp.array([0, 5]))
     for options in ({"pool": "none"}, {"num_classes": 0}):
         model, params, images = drawn(**options)

@@ -82,7 +82,7 @@ def test_positions_of_all_patches_are_refused(options):
 )
 def test_tasks_of_all_patches_refuse_it(task):
     config = tiny_config(model={"patch_dropout": 0.25}, task={"name": task})
-    with pytest.raises(UserError, match=rf"patch_dropout=0.25 .*'{task}'"):
+    with pytest.raises(UserError, match=rf"patch_dropout=0.25: .*'{task}'"):
         config.build_model()
 
 

@@ -120,7 +120,7 @@ def test_a_resnet_has_no_positions():
 
 def test_relative_positions_are_refused():
     large = build(posemb="relative", posemb_placement="every")
-    with pytest.raises(UserError, match="'relative' has positions for one image size"):
+    with pytest.raises(UserError, match="'relative' cannot be resized"):
         large.at_size((8, 12)).resize({}, large)
 
 

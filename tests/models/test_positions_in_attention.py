@@ -223,7 +223,7 @@ def test_biases_and_frequencies_fit_another_size_of_image():
 
 
 def test_impossible_networks_are_refused():
-    with pytest.raises(UserError, match="heads of 6 features are not a multiple of 4"):
+    with pytest.raises(UserError, match="heads have 6 features, not a multiple of 4"):
         build(num_heads=4, rope="axial")
     with pytest.raises(UserError, match="rope='spiral' is not one of none, axial"):
         build(rope="spiral")
@@ -231,5 +231,5 @@ def test_impossible_networks_are_refused():
         build(pool="gap", fc_norm=True, final_norm=False)
     with pytest.raises(UserError, match="model.cls_norm=True .* model.pool='token'"):
         build(pool="gap", cls_norm=True)
-    with pytest.raises(UserError, match="knows no model.relative_bias='every'"):
+    with pytest.raises(UserError, match="does not support model.relative_bias='every'"):
         build(relative_bias="every", attention_impl="splash", platform="tpu")

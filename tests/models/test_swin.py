@@ -178,16 +178,16 @@ def test_stochastic_depth_skips_the_branches_of_whole_images():
     [
         ({"variant": "Swin-X"}, "'Swin-X' is not Swin-SIZE or SwinV2-SIZE"),
         ({"variant": "Swin-T/w0"}, "'Swin-T/w0' is not Swin-SIZE"),
-        ({"image_size": (18, 15)}, "width 15 is not a multiple of the patch 2"),
+        ({"image_size": (18, 15)}, "width 15 is not a multiple of the patch size 2"),
         ({"stage_depths": (2, 2, 2)}, r"stage_depths=\(2, 2, 2\) and model.num_heads="),
-        ({"stage_depths": (2, 0)}, "must be at least 1 of both for each stage"),
+        ({"stage_depths": (2, 0)}, "at least 1 in both for each stage"),
         (
             {"num_heads": (2, 3)},
-            "the 16 features of stage 2 do not divide into 3 heads",
+            "the 16 features of stage 2 are not a multiple of 3 heads",
         ),
         (
             {"pretrained_window_sizes": (4, 4, 4)},
-            "must be one for each of the 2 stages",
+            "one size for each of the 2 stages",
         ),
         ({"window_padding": "same"}, "model.window_padding='same' is not one of timm"),
     ],

@@ -176,11 +176,12 @@ def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, cap
     checkpoints = checkpointer(max_to_keep=1)
     unverified, foreign = capsys.readouterr().err.splitlines()
     assert unverified == (
-        f"warning: {folder} has 2024, 3 without checksums.json: not used and left "
-        "alone; if a start that was killed left it, remove it"
+        f"warning: {folder} contains folders without checksums.json (2024, 3): not used "
+        "and not changed; remove them if a killed start left them"
     )
     assert foreign == (
-        f"warning: {folder} has notes.txt, old.removed, of no checkpoint: left alone"
+        f"warning: {folder} contains files that are not checkpoints (notes.txt, "
+        "old.removed): not changed"
     )
     assert checkpoints.latest is None
     with checkpoints:
@@ -348,7 +349,7 @@ def test_a_folder_that_is_no_number_as_it_is_written_is_no_step(
     new.rename(old.parent / "012")
     assert checkpoint_folders.steps(tmp_path) == [8]
     assert_is(restored(checkpointer()).state, 8)
-    assert "has 012, of no checkpoint" in capsys.readouterr().err
+    assert "not checkpoints (012)" in capsys.readouterr().err
 
 
 def test_checksums_of_earlier_versions_are_read(checkpointer, tmp_path):

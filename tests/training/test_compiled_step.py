@@ -56,9 +56,9 @@ def edited(path, folder, **changes):
     ("changes", "match"),
     [
         ({"format": "of tomorrow"}, "not a file of .*of tomorrow"),
-        ({"devices": "8 x NVIDIA H100"}, "for 8 x NVIDIA H100, and this .* 1 x cpu"),
-        ({"versions": "jax 0.1"}, r"for jax 0\.1, and this machine has jax"),
-        ({"program": "0"}, "of another number of --examples, or other code"),
+        ({"devices": "8 x NVIDIA H100"}, "for 8 x NVIDIA H100, but this .* 1 x cpu"),
+        ({"versions": "jax 0.1"}, r"for jax 0\.1, but this machine has jax"),
+        ({"program": "0"}, "another number of --examples, or other code"),
     ],
 )
 def test_a_step_of_other_things_is_refused(saved, tmp_path, changes, match):

@@ -77,7 +77,7 @@ def test_a_second_start_is_refused_by_name_until_the_first_has_ended(place):
         with lock.held(workdir):
             time.sleep(0.3)  # A few beats.
             assert json.loads(path.read_text())["beat"] > 0
-            match = rf"--workdir=.*run: {name} writes to it, since 20\d\d-.*: end that"
+            match = rf"--workdir=.*run: {name} has been writing to it since 20\d\d-.*: end that"
             with pytest.raises(UserError, match=match), lock.held(workdir):
                 pass
         assert not path.exists()
@@ -94,8 +94,8 @@ def test_a_lock_of_another_host_is_waited_for_and_then_taken_over(place, capsys)
         assert json.loads(path.read_text())["pid"] == os.getpid()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"process 4321 on node7 has left a lock in {workdir}: waiting for a sign of "
-        "life from it, at most 1 s"
+        f"process 4321 on node7 has left a lock in {workdir}: waiting up to "
+        "1 s for a heartbeat from it"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_start_on_another_host_that_lives_is_told_by_its_beats(place):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        match = "process 4321 on node7 writes to it"
+        match = "process 4321 on node7 has been writing to it"
         with pytest.raises(UserError, match=match), lock.held(workdir):
             pass
     finally:
@@ -124,7 +124,7 @@ def test_a_holder_that_lives_counts_also_without_the_lock_of_the_system(place):
     """It began while a file server still kept the lock of a host that was gone."""
     workdir, _, write = place
     write(token="other")  # Of this process, which lives; the system's lock is free.
-    match = f"process {os.getpid()} on .* writes to it"
+    match = f"process {os.getpid()} on .* has been writing to it"
     with pytest.raises(UserError, match=match), lock.held(workdir):
         pass
 
@@ -134,7 +134,7 @@ def test_a_copy_of_the_workdir_of_a_run_that_lives_is_free(tmp_path):
         copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
         with lock.held(copy):
             pass
-        refused = pytest.raises(UserError, match="writes to it")
+        refused = pytest.raises(UserError, match="writing to it")
         with refused, lock.held(tmp_path / "run"):
             pass
 
@@ -205,7 +205,10 @@ def test_a_process_of_this_host_that_lives_is_found_without_locks_of_files(bucke
     with lock.held(bucket):
         found = json.loads(path.read_text())
     path.write_text(json.dumps(found | {"token": "other"}))
-    with pytest.raises(UserError, match="writes to it, since"), lock.held(bucket):
+    with (
+        pytest.raises(UserError, match="has been writing to it since"),
+        lock.held(bucket),
+    ):
         pass
 
 
@@ -222,7 +225,7 @@ def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
             time.sleep(0.05)
     code, text = said[0]
     assert code == 2
-    assert text.startswith(f"process 4321 on node7 has taken {workdir} over since 20")
+    assert text.startswith(f"process 4321 on node7 took {workdir} over at 20")
 
 
 def test_a_file_system_without_locks_falls_back_on_beats(tmp_path, monkeypatch):
@@ -231,7 +234,7 @@ def test_a_file_system_without_locks_falls_back_on_beats(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock.fcntl, "flock", none)
     with lock.held(tmp_path):
-        match = f"process {os.getpid()} on .* writes to it"
+        match = f"process {os.getpid()} on .* has been writing to it"
         with pytest.raises(UserError, match=match), lock.held(tmp_path):
             pass
 
@@ -308,8 +311,8 @@ def test_of_two_starts_the_second_ends_and_a_killed_one_is_followed_at_once(tmp_
     said, _ = second.communicate(timeout=100)
     assert second.returncode == 2, said
     assert re.fullmatch(
-        rf"error: --workdir={workdir}: process {first.pid} on \S+ writes to it, "
-        r"since 20.*: end that one, or choose another --workdir\n",
+        rf"error: --workdir={workdir}: process {first.pid} on \S+ has been writing to it "
+        r"since 20.*: end that process, or choose another --workdir\n",
         said,
     )
     assert first.poll() is None
@@ -320,7 +323,7 @@ def test_of_two_starts_the_second_ends_and_a_killed_one_is_followed_at_once(tmp_
     third.send_signal(signal.SIGTERM)
     said, _ = third.communicate(timeout=100)
     assert third.returncode == 75, said
-    assert "waiting for a sign of life" not in said
+    assert "waiting up to" not in said
     assert not (workdir / lock.NAME).exists()
     # Each step stands once: nothing was mixed.
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
@@ -339,7 +342,7 @@ def test_a_name_that_no_file_can_have_is_told(tmp_path):
 @pytest.mark.parametrize("name", ["train[:10%]", "run*", "what?"])
 def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name, tmp_path):
     for workdir in (tmp_path / name, tmp_path / name / "deeper", f"gs://bucket/{name}"):
-        said = r"--workdir=.*has a '[*?\[]'.* choose another --workdir"
+        said = r"--workdir=.*contains '[*?\[]'.* choose another --workdir"
         with pytest.raises(UserError, match=said), lock.held(workdir):
             raise AssertionError("it cannot be held")
     assert not any(tmp_path.iterdir())

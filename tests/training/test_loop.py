@@ -212,13 +212,13 @@ def test_an_average_of_the_initial_network_is_said_at_the_start_and_the_end(
     out = capsys.readouterr().out
     (line,) = {line for line in out.splitlines() if "ema.warmup" in line}
     assert "ema.decay=0.9 with ema.warmup=False: after 6 steps" in line
-    assert "53% the initial network" in line
+    assert "weight of 53%" in line
     first, last = out.index(line), out.rindex(line)
     assert first < out.index("first step after") < last
     assert (
         configuration.EmaConfig(decay=0.9999, warmup=False)
         .note(100)
-        .count("99% the initial")
+        .count("weight of 99%")
     )
     assert not configuration.EmaConfig(decay=0.9999, warmup=False).note(30_000)
     assert not configuration.EmaConfig().note(3)

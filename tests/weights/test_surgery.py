@@ -320,7 +320,7 @@ def test_tables_of_rows_and_columns_resize_like_the_grid_of_their_sums(method):
 
 
 def test_rows_that_do_not_fit_the_grid_are_refused():
-    with pytest.raises(UserError, match="has 10 rows, but 1 extra tokens and a grid"):
+    with pytest.raises(UserError, match="has 10 rows, but 1 prefix tokens and a grid"):
         resize_positions(np.ones((1, 10, 2)), (4, 4), (2, 2), num_prefix_tokens=1)
 
 

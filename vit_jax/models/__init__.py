@@ -1,7 +1,7 @@
 """Networks: `create(variant, ...)` builds a `Model`.
 
-What is listed here is imported when it is first used: a file of this package brings only
-what it needs itself.
+The names listed here are imported when they are first used, so importing one module of
+this package imports only what that module needs.
 """
 
 import importlib

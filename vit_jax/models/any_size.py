@@ -1,7 +1,7 @@
 """A Vision Transformer that takes images of any size, as sequences of patches.
 
-See patches.py. Letters: B sequences, N tokens, M of them that the blocks get, D model
-width.
+See patches.py. Letters: B sequences, N tokens, M tokens that the blocks process (fewer
+with patch dropout), D model width.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class AnySizeConfig(ViTConfig):
     """A Vision Transformer that takes images of any size.
 
     Attributes:
-      asked_attention: `attention_impl` as given: its choice depends on the length of
-        sequences. Not a key.
+      asked_attention: `attention_impl` as set by the user, from which the
+        implementation is chosen again for every length of sequences. Not a key.
     """
 
     asked_attention: str = "auto"
@@ -35,7 +35,7 @@ class AnySizeConfig(ViTConfig):
     patch_resize: str = key(
         flexivit.DEFAULT,
         "Method that resizes the kernel of the patch embedding for patches of another "
-        'side: "bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
+        'size: "bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
         reason="FlexiViT (arXiv:2212.08013) of timm",
         choices=tuple(flexivit.METHODS),
     )
@@ -76,10 +76,10 @@ class AnySizeEncoder(RepeatedEncoder):
         Args:
           x, train, visible: see `Encoder`.
           places: places of all patches.
-          kept: places of the patches that the blocks get.
+          kept: places of the patches that the blocks process.
         """
         x, inputs = self.begin(x, train=train, visible=visible, places=places)
-        # Keeps images apart, and padding out.
+        # Attention must not mix images of a sequence, or include padding.
         mask = kept.mask(self.num_prefix_tokens)
         inputs = [
             given._replace(positions=given.positions._replace(**mask))
@@ -89,9 +89,10 @@ class AnySizeEncoder(RepeatedEncoder):
 
 
 class AnySize(VisionTransformer):
-    """Takes `PatchSequences` where other networks take images.
+    """A Vision Transformer whose input is `PatchSequences` instead of images.
 
-    Results have a row for each image. Patches may have another side than the network's.
+    Results have a row for each image. The patches of the input may have another size
+    than the patches of the network.
     """
 
     @nn.compact
@@ -107,8 +108,8 @@ class AnySize(VisionTransformer):
         """Classifies images, or encodes their tokens; see `VisionTransformer`."""
         if images.grids.shape[1] > 1 and (tokens := self.config.prefix_tokens):
             raise UserError(
-                f"sequences of several images share one {tokens[0]}, which pool=token reads: "
-                "set model.pool to another, or give one image a sequence"
+                f"the images that are packed into one sequence would share one {tokens[0]}: "
+                "set model.pool='gap' or 'map', or pack one image per sequence"
             )
         places = kept = images.places()
         x = self.embed_patches(

@@ -1,6 +1,7 @@
-"""Scaled dot-product attention (arXiv:2010.11929, appendix A), by several implementations.
+"""Implementations of scaled dot-product attention (arXiv:2010.11929, appendix A).
 
-Letters: B images, H heads, N query and M key tokens, K head width, J its half, R offsets.
+Letters: B images, H heads, N query and M key tokens, K head width, J its half, R
+offsets.
 """
 
 import functools
@@ -18,13 +19,13 @@ NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention_impl
 # Implementations; "einsum16" keeps logits in the dtype of the computation.
 IMPLEMENTATIONS = ("einsum", "einsum16", "cudnn", "splash")
 
-# Smallest number of tokens for which "auto" chooses splash attention: by the compiler's
-# count it moves about as many bytes as einsums with bfloat16 logits at 577 tokens, and
-# clearly fewer at 1,025 (docs/decisions.md).
+# Smallest number of tokens for which "auto" chooses splash attention. According to the
+# compiler it moves about as many bytes as einsums with bfloat16 logits at 577 tokens,
+# and clearly fewer at 1,025 tokens (docs/decisions.md).
 SPLASH_TOKENS = 577
 
-# cuDNN's limits, as jax 0.10.2 checks them: bfloat16, and head widths that are multiples
-# of 8 up to 128 (256 on Hopper and later).
+# Limits of cuDNN, as checked by jax 0.10.2: bfloat16, and head widths that are
+# multiples of 8 up to 128 (256 on Hopper and later).
 CUDNN_DTYPES = ("bfloat16",)
 CUDNN_HEAD_STEP, CUDNN_HEAD_LIMIT = 8, 128
 CUDNN_TOKEN_STEP = 8
@@ -32,7 +33,7 @@ CUDNN_TOKEN_STEP = 8
 # Flash attention in bfloat16 needs Ampere or later (NVIDIA, cuDNN support matrix).
 CUDNN_CAPABILITY = 8.0
 
-_SPLASH_TILE = 128  # Tokens of a block are a multiple of a TPU's lanes.
+_SPLASH_TILE = 128  # The tokens of a block must be a multiple of a TPU's lanes.
 _SPLASH_LARGEST = 1024  # Larger blocks of tokens would not fit a chip's VMEM.
 
 
@@ -41,8 +42,8 @@ class Positions(NamedTuple):
 
     Attributes:
       relative, bias: see `attend`.
-      angles: rotations of queries and keys in radians, see `rotate`; B or H may be 1 or
-        absent.
+      angles: rotations of queries and keys in radians, see `rotate`. B or H may be 1; B
+        may be absent.
       lengths, segments: see `attend`.
     """
 
@@ -68,22 +69,25 @@ def attend(
     Args:
       query, key, value: head-major arrays, because token-major einsums take four times
         as long on CPU.
-      relative: embedding per offset of the query's position from the key's, from
-        -(N - 1) to N - 1; its products with the query are added to the logits
+      relative: embedding for each offset between the positions of query and key, from
+        -(N - 1) to N - 1. Its products with the query are added to the logits
         (arXiv:2010.11929, appendix D.4). Needs M = N and an einsum implementation.
-      lengths: number of valid keys per image, at least 1; the others are masked.
+      lengths: number of valid keys per image, at least 1; later keys are masked.
       implementation: one of IMPLEMENTATIONS.
-      bias: term added to the logits; every axis may be 1, and B absent. Needs an einsum
-        implementation.
-      segments: number of the part of the sequence to which each token belongs; it attends
-        to this part only. Needs M = N; in place of `lengths`.
+      bias: term added to the logits; every axis may be 1, and B may be absent. Needs an
+        einsum implementation.
+      segments: index of the segment of each token; tokens attend only to tokens of the
+        same segment. Needs M = N; use it instead of `lengths`.
     """
     if implementation in ("einsum", "einsum16"):
         valid = _valid_keys(lengths, key.shape[2], segments)
         rounded = implementation == "einsum16"
         return attend_einsum(query, key, value, relative, valid, rounded, bias)
     if relative is not None or bias is not None:
-        raise ValueError(f"attention {implementation!r} has no relative positions")
+        raise ValueError(
+            f"implementation={implementation!r}: does not support relative positions: use "
+            "'einsum'"
+        )
     if implementation == "cudnn":
         return attend_cudnn(query, key, value, lengths, segments)
     return attend_splash(query, key, value, lengths, segments)
@@ -96,7 +100,7 @@ def rotate(
 
     Args:
       x: queries or keys, head-major.
-      turned: angles in radians; 0 for tokens without a position.
+      turned: angles in radians, which are 0 for tokens without a position.
     """
     turned = turned if turned.ndim == x.ndim else turned[None]
     cos, sin = jnp.cos(turned), jnp.sin(turned)
@@ -117,7 +121,8 @@ def choose(
     """Returns the implementation of attention for a platform.
 
     Args:
-      name: one of NAMES; "auto" is the fastest that the platform and model allow.
+      name: one of NAMES; "auto" is the fastest implementation that the platform and the
+        model support.
       platform: platform as in jax.Device.platform: "cpu", "gpu", "tpu", ...
       dtype: dtype of the computation.
       tokens: length of the encoder's sequence.
@@ -132,7 +137,7 @@ def choose(
     """
     if name not in NAMES:
         raise UserError(
-            f"model.attention_impl={name!r} is not one of {', '.join(NAMES)}"
+            f"model.attention_impl={name!r} is unknown: choose one of {', '.join(NAMES)}"
         )
     obstacle = {
         "cudnn": _no_cudnn(platform, dtype, head_width, relative),
@@ -157,21 +162,21 @@ def choose(
 
 def _no_cudnn(platform: str, dtype: str, head_width: int, relative: str) -> str:
     if platform not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU, but this is for platform {platform!r}"
+        return f"needs an NVIDIA GPU, but the platform is {platform!r}"
     if dtype not in CUDNN_DTYPES:
         return f"needs model.dtype='bfloat16', not {dtype!r}"
     if head_width % CUDNN_HEAD_STEP or head_width > CUDNN_HEAD_LIMIT:
         return (
-            f"takes heads of a multiple of {CUDNN_HEAD_STEP} features up to "
+            f"needs heads whose features are a multiple of {CUDNN_HEAD_STEP} up to "
             f"{CUDNN_HEAD_LIMIT}, not {head_width}"
         )
-    return f"knows no {relative}" if relative else missing_for_cudnn()
+    return f"does not support {relative}" if relative else missing_for_cudnn()
 
 
 def _no_splash(platform: str, relative: str) -> str:
     if platform != "tpu":
-        return f"needs a TPU, but this is for platform {platform!r}"
-    return f"knows no {relative}" if relative else ""
+        return f"needs a TPU, but the platform is {platform!r}"
+    return f"does not support {relative}" if relative else ""
 
 
 def attend_einsum(
@@ -189,9 +194,9 @@ def attend_einsum(
 
     Args:
       query, key, value, relative, bias: see `attend`.
-      valid: whether a query attends to a key; None: to all.
+      valid: whether a query may attend to a key; None: to all keys.
       rounded: whether the logits, the largest arrays of the network, are stored in the
-        operands' dtype instead of float32. With `relative` or `bias` they are float32.
+        dtype of the operands instead of float32. Not used with `relative` or `bias`.
     """
     if relative is None and bias is None:
         return _attend(query, key, value, valid, rounded)
@@ -248,20 +253,20 @@ def _logits(query, key, dtype):
     return jnp.einsum("bhnk,bhmk->bhnm", query, key, preferred_element_type=dtype)
 
 
-# JAX's derivative would pass over the weights, the largest arrays of the network, more
-# often (docs/decisions.md).
+# JAX's own derivative would read and write the weights, the largest arrays of the
+# network, more often (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(query, key, value, valid, rounded):
     exponentials, sums = _exponentials(
         query * query.shape[-1] ** -0.5, key, valid, rounded
     )
-    # Divide the result, which is smaller than the weights.
+    # Divides the result instead of the weights, which are larger.
     mixed = jnp.einsum("bhnm,bhmk->bhnk", exponentials.astype(value.dtype), value)
     return (mixed / sums).astype(value.dtype)
 
 
 def _exponentials(query, key, valid, rounded):
-    """Returns the softmax's numerators and denominators, float32."""
+    """Returns the numerators and denominators of the softmax, float32."""
     dtype = query.dtype if rounded else jnp.float32
     logits = _mask(_logits(query, key, dtype), valid)
     largest = logits.max(-1, keepdims=True)
@@ -286,7 +291,8 @@ def _attend_backward(rounded, kept, grad):
     to_weights = jnp.einsum(
         "bhnk,bhmk->bhnm", grad, value, preferred_element_type=dtype
     )
-    # The mean of the weights' gradient, from the output: K terms instead of M.
+    # The mean of the weights' gradient is computed from the output: K terms instead of
+    # M.
     mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
     to_logits = (weights * (to_weights - mean)).astype(value.dtype)
     to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
@@ -298,10 +304,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_offset(x: Float[Array, "B H N R"]) -> Float[Array, "B H N N"]:
-    """Picks entry n - m + N - 1 of row n for column m, without a gather.
+    """Returns entry n - m + N - 1 of row n in column m, without a gather.
 
-    In reversed rows, the wanted entries start one place earlier per row. Padding by one
-    column and cutting rows of the old length aligns them.
+    In reversed rows, the required entries start one place earlier in each further row.
+    Padding by one column and splitting again into rows of the old length aligns them.
     """
     B, H, N, R = x.shape
     x = jnp.pad(x[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(B, H, -1)
@@ -309,11 +315,11 @@ def _by_offset(x: Float[Array, "B H N R"]) -> Float[Array, "B H N N"]:
 
 
 def missing_for_cudnn() -> str:
-    """Returns why this machine's GPU has no cuDNN attention, "" if it has."""
+    """Returns why this machine's GPU does not support cuDNN attention, or ""."""
     try:
         device = jax.devices("gpu")[0]
     except RuntimeError:
-        return ""  # The program is for another machine.
+        return ""  # There is no GPU here: the program is compiled for another machine.
     if "cuda" not in device.client.platform_version.lower():
         return f"needs an NVIDIA GPU, not {device.device_kind}"
     if float(device.compute_capability) < CUDNN_CAPABILITY:
@@ -342,13 +348,13 @@ def attend_cudnn(
     (B, _, N, _), M = query.shape, key.shape[2]
     mask = None
     if segments is not None:
-        # Padding attends to padding only.
+        # Padding is a segment of its own, so it attends only to padding.
         more = ((0, 0), (0, -N % CUDNN_TOKEN_STEP))
         mask = _valid_keys(None, M, jnp.pad(segments, more, constant_values=-1))
     elif lengths is None and (N % 2 or M % 2):
         lengths = jnp.full(B, M)
     query_lengths = None if lengths is None else jnp.full(B, N, jnp.int32)
-    # cuDNN takes tokens before heads; XLA drops the transposes that meet others.
+    # cuDNN needs tokens before heads; XLA removes transposes that cancel out.
     if lengths is not None or mask is not None:
         query, key, value = map(pad_tokens, (query, key, value))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -367,10 +373,10 @@ def attend_cudnn(
 def pad_for_cudnn(
     x: Float[Array, "B N D"], context: Float[Array, "B M D"], positions: Positions
 ) -> tuple[Float[Array, "B P D"], Float[Array, "B Q D"], Positions]:
-    """Returns tokens of even numbers, and positions that mask the appended ones.
+    """Pads odd numbers of tokens; returns tokens, context and positions with a mask.
 
-    Padding the input is one copy; of queries, keys, values and the result it would be
-    four, and four of their gradients.
+    Padding the input takes one copy. Padding queries, keys, values and the result would
+    take four copies, and four more for their gradients.
     """
     M = context.shape[1]
     if positions.segments is not None or not (x.shape[1] % 2 or M % 2):
@@ -383,7 +389,7 @@ def pad_for_cudnn(
 
 
 def pad_tokens(x: Float[Array, "*B N D"]) -> Float[Array, "*B M D"]:
-    """Appends zeros: cuDNN's derivative needs an even number of tokens."""
+    """Appends tokens of zeros: cuDNN's derivative needs an even number of tokens."""
     more = -x.shape[-2] % CUDNN_TOKEN_STEP
     return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, more), (0, 0)))
 
@@ -399,8 +405,8 @@ def attend_splash(
 ) -> Float[Array, "B H N K"]:
     """Computes attention by splash attention, a Pallas kernel for TPUs.
 
-    The kernel stores no logits. XLA cannot split a kernel over devices, so shard_map
-    hands each device of a mesh its images and heads.
+    The kernel does not store logits. XLA cannot split a kernel over devices, so
+    shard_map gives each device of a mesh its images and heads.
 
     Args:
       query, key, value, lengths, segments: see `attend`.
@@ -411,7 +417,7 @@ def attend_splash(
     if segments is not None:
         parts = segments, segments
     else:
-        # Queries are in part 0 and attend to the keys of part 0 alone.
+        # Queries are in segment 0, so they attend only to keys in segment 0.
         valid = _valid_keys(jnp.full(B, M) if lengths is None else lengths, M)
         parts = jnp.zeros((B, N), jnp.int32), 1 - valid[:, 0, 0].astype(jnp.int32)
     attend = functools.partial(_splash, interpret=interpret)
@@ -460,7 +466,7 @@ def _splash(query, key, value, query_parts, key_parts, interpret):
     query = _pad(query * K**-0.5, 2, queries)
     key, value = _pad(key, 2, keys), _pad(value, 2, keys)
     query_parts = _pad(query_parts, 1, queries)
-    key_parts = _pad(key_parts, 1, keys, fill=-1)  # No query's.
+    key_parts = _pad(key_parts, 1, keys, fill=-1)  # A segment without queries.
 
     def attend_image(query, key, value, query_parts, key_parts):
         return kernel(query, key, value, kernels.SegmentIds(query_parts, key_parts))

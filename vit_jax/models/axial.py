@@ -1,9 +1,10 @@
-"""Axial-ViT: blocks along rows and along columns in turn (arXiv:2010.11929, appendix D.6).
+"""Axial-ViT: attention along rows and columns in turn (arXiv:2010.11929, appendix D.6).
 
-Each block of a Vision Transformer becomes two, each with attention and an MLP: in the
-first, patches attend to their row, in the second to their column. The paper leaves two
-choices open: here the features are the mean of the patches, since a class token would
-have no row, and positions are learned and added once, as in its other models.
+Each block of a Vision Transformer is replaced by two blocks with attention and an MLP.
+In the first, patches attend to their row; in the second, to their column. The paper
+does not specify two choices. Here the features are the mean of the patches, since a
+class token does not have a row, and positions are learned and added once, as in the
+paper's other models.
 Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
 """
 
@@ -30,14 +31,14 @@ from vit_jax.models.variants import SIZES, Size, overridden, parse_size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxialConfig(NetworkConfig):
-    """Axial-ViTs, as `Axial-B/16`, in the sizes of Vision Transformers."""
+    """Axial-ViTs such as `Axial-B/16`, in the sizes of Vision Transformers."""
 
     names: ClassVar[tuple[str, ...]] = ("Axial-B/32", "Axial-B/16")
 
     before_blocks = ("embedding", "posembed_input")
     after_blocks = ("encoder_norm", "head")
 
-    variant: str = key("Axial-B/16", 'Size and patch, as "Axial-B/16".')
+    variant: str = key("Axial-B/16", 'Size and patch size, such as "Axial-B/16".')
     width: int = key(0, "Features per patch; 0 is the value of the variant.")
     depth: int = key(
         0, "Number of pairs of blocks; 0 is the value of the variant.", below=500
@@ -61,7 +62,7 @@ class AxialConfig(NetworkConfig):
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, or the keys that replace them."""
+        """The sizes of the variant, overridden by keys that are not 0."""
         return overridden(parse_size(self.variant, "Axial", SIZES)[0], self)
 
     @property
@@ -81,14 +82,19 @@ class AxialConfig(NetworkConfig):
         size = self.size
         if size.width % size.num_heads:
             raise UserError(
-                f"model width {size.width} does not divide into {size.num_heads} heads: "
-                "change model.width or model.num_heads"
+                f"model.width={size.width} is not a multiple of "
+                f"model.num_heads={size.num_heads}: change one of them"
             )
         return AxialViT(self, num_classes)
 
 
 class AxialViT(nn.Module):
-    """An Axial-ViT; `num_classes` is L, 0 for no classifier."""
+    """An Axial-ViT.
+
+    Attributes:
+      config: keys of the network.
+      num_classes: L; 0 for no classifier.
+    """
 
     config: AxialConfig
     num_classes: int
@@ -101,9 +107,16 @@ class AxialViT(nn.Module):
         train: bool = False,
         classify: bool = True,
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B y x D"]:
-        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
+        """Classifies images.
 
-        Without `classify` it returns the features of the patches.
+        Args:
+          images: normalised images.
+          train: whether dropout is active.
+          classify: whether to classify; otherwise the features of the patches are
+            returned.
+
+        Returns:
+          "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
         """
         config, size = self.config, self.config.size
         x = PatchEmbedding(
@@ -127,7 +140,8 @@ class AxialViT(nn.Module):
         outputs = []
         for i, drawn in enumerate(keys):
             block = Block(encoder, name=f"{('row', 'column')[i % 2]}_block_{i // 2}")
-            # Each block attends along the last axis of patches, then swaps the two axes.
+            # Each block attends along the last axis of patches, then swaps the two
+            # axes.
             lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
             outputs.append(x)

@@ -1,9 +1,10 @@
 """Vision Transformers with a convolutional stem (arXiv:2106.14881).
 
-Convolutions of 3x3 take the place of most of the patch's side: "C+S/16" has four of stride
-2, and patches of one feature each. Each is followed by a norm over its features, where
-the paper has BatchNorm, and a ReLU. The paper leaves one block out, so that the costs
-stay equal: `depth=11`. Letters: B images, Y by X pixels, C channels, D features.
+Convolutions of 3x3 pixels reduce the resolution before the patch embedding: "C+S/16"
+has four convolutions of stride 2, and its patches are single cells of their output.
+Each convolution is followed by a norm over its features (BatchNorm in the paper) and a
+ReLU. The paper removes one block of the encoder to keep the cost equal: `depth=11`.
+Letters: B images, Y by X pixels, C channels, D features.
 """
 
 import dataclasses
@@ -19,19 +20,21 @@ from vit_jax.models.varied import VariedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvStemConfig(VariedConfig):
-    """ViTs with a convolutional stem, as `C+S/16`"""
+    """ViTs with a convolutional stem, such as `C+S/16`"""
 
-    encoder_stride = 0  # Features of the stem cannot be edited as patches can.
+    encoder_stride = 0  # Features of the stem cannot be edited like patches.
 
     stem_widths: tuple[int, ...] = key(
         (0,),
-        "Features of each convolution of the stem. (0,): they double up to the width "
-        "of the model, with one convolution for each factor of 2 in the side of a "
-        "patch.",
+        "Features of each convolution of the stem. With (0,) there is one convolution "
+        "for each factor of 2 in the patch size, and the features double up to the "
+        "width of the model.",
         below=2**31,
     )
     stem_strides: tuple[int, ...] = key(
-        (0,), "Stride of each convolution of the stem; (0,) is 2 for all.", below=2**31
+        (0,),
+        "Stride of each convolution of the stem; (0,) is a stride of 2 for all.",
+        below=2**31,
     )
 
     @property
@@ -62,21 +65,21 @@ class ConvStemConfig(VariedConfig):
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         if min(self.stem_widths, default=0) < 1:
             raise UserError(
-                f"model.stem_widths={self.stem_widths} must be one width above 0 or more"
+                f"model.stem_widths={self.stem_widths}: set one or more widths above 0"
             )
         if (
             len(self.stem_strides) != len(self.stem_widths)
             or min(self.stem_strides) < 1
         ):
             raise UserError(
-                f"model.stem_strides={self.stem_strides} must be one stride of 1 or more "
-                f"for each of model.stem_widths={self.stem_widths}"
+                f"model.stem_strides={self.stem_strides}: set one stride of at least 1 for "
+                f"each of model.stem_widths={self.stem_widths}"
             )
         if self.patch_size % math.prod(self.stem_strides):
             raise UserError(
-                f"model.stem_strides={self.stem_strides} do not divide patches of "
-                f"{self.patch_size} pixels: leave some convolutions out, or change "
-                "model.variant"
+                f"model.stem_strides={self.stem_strides}: their product does not divide "
+                f"the patch size of {self.patch_size} pixels: use fewer convolutions, or "
+                "change model.variant"
             )
         return super().build(num_classes, image_shape)
 
@@ -89,7 +92,7 @@ class ConvStemConfig(VariedConfig):
                 (3, 3),
                 strides=self.stem_strides[i],
                 padding=1,
-                use_bias=False,  # The norm has one.
+                use_bias=False,  # The norm has a bias.
                 dtype=self.dtype,
                 name=f"stem_conv_{i}",
             )

@@ -1,6 +1,6 @@
 """Costs of a model: parameters, multiply-accumulates, memory of activations.
 
-All are counted in traced computations, without computing or allocating anything.
+All costs are counted in traced computations, without computing or allocating arrays.
 """
 
 import functools
@@ -17,30 +17,31 @@ from vit_jax.errors import UserError
 from vit_jax.models import network
 from vit_jax.models.model import Model
 
-# Primitives that run their inner computation once. Any other that multiplies is an error.
+# Primitives that run their inner computation once. Other primitives with products
+# inside, except those handled below, are an error.
 _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
-# Primitives whose products a trace does not show.
+# Primitives with products that a trace does not show.
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
 
-# Arrays that grow with the batch have sizes that are multiples of this number, and no
-# others, because it is prime and larger than any other axis.
+# Batch size for counting memory. The sizes of arrays that grow with the batch, and only
+# these, are multiples of it, because it is prime and larger than any other axis.
 _BATCH = 1_000_003
 
 
 def macs(function: Callable, *args) -> int:
     """Counts the multiply-accumulates of matrix products and convolutions, exactly.
 
-    Products with the padding of a convolution, or with the zeros that a transposed one
-    inserts, do not count, as in XLA's cost analysis. A scan counts all its steps, a
-    condition its largest branch, `shard_map` all devices.
+    Products with the padding of a convolution, or with the zeros that a transposed
+    convolution inserts, do not count, as in XLA's cost analysis. All steps of a scan
+    count, the largest branch of a condition, and all devices of a `shard_map`.
 
     Args:
       function: function that `jax.make_jaxpr` can trace.
       *args: arguments of the function, trees of arrays or of jax.ShapeDtypeStruct.
 
     Raises:
-      ValueError: a while loop multiplies, whose steps are not known, or a primitive whose
-        products a trace does not show.
+      ValueError: there is a while loop with products, whose number of steps is unknown,
+        or a primitive with products that a trace does not show.
     """
     return macs_of(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -72,9 +73,9 @@ def _count_equation(equation: core.JaxprEqn) -> int:
         return sum(inner) * devices
     if name == "while":
         raise ValueError(
-            "unbounded: a while loop multiplies, and how often it runs is not known"
+            "unbounded: the number of steps of a while loop with products is unknown"
         )
-    raise ValueError(f"{name}: how often it runs its products is not known")
+    raise ValueError(f"{name}: the number of times that its products run is unknown")
 
 
 def _count_dot(equation: core.JaxprEqn) -> int:
@@ -114,7 +115,7 @@ def window_products(
     spread: int,
     dilation: int,
 ) -> int:
-    """Counts a convolution's products along one axis, without padding and zeros.
+    """Counts the products of a convolution along one axis, without padding and zeros.
 
     Args:
       side: length of the input.
@@ -144,7 +145,7 @@ def parameters(model: Model) -> int:
 
 
 def tokens(model: Model) -> int:
-    """Returns the length of the encoder's sequence, prefix tokens included, or 0."""
+    """Returns the encoder's number of tokens with prefix tokens; 0 without encoder."""
     if not model.config.has_encoder:
         return 0
     return math.prod(model.grid) + model.num_prefix_tokens
@@ -153,7 +154,7 @@ def tokens(model: Model) -> int:
 def macs_per_image(model: Model) -> int:
     """Returns the multiply-accumulates of the forward pass of one image; see `macs`.
 
-    Attention counts as einsums, also if a kernel computes it.
+    Attention counts as einsums, even if a kernel computes it.
 
     Raises:
       UserError: the network has products that a trace does not show.
@@ -162,18 +163,18 @@ def macs_per_image(model: Model) -> int:
         return _forward_macs(_of_products(model))
     except ValueError as error:
         raise UserError(
-            f"model.variant={model.options['variant']!r}: its cost is not known: {error}"
+            f"model.variant={model.options['variant']!r}: its cost is unknown: {error}"
         ) from error
 
 
 def activation_bytes(model: Model, dtype: str | None = None) -> int:
     """Returns the bytes per image that the forward pass keeps for the backward pass.
 
-    Counted are the residuals of `jax.vjp` with respect to the parameters that grow with
-    the batch, each once: activations, dropout masks, and the image if it is kept.
-    Parameters, arrays computed from them alone (casts, standardised kernels), gradients,
-    optimiser state and short-lived buffers do not count. XLA keeps less where it
-    computes cheap element-wise results again.
+    It counts the residuals of `jax.vjp` with respect to the parameters that grow with
+    the batch, each once: activations, dropout masks, and the image if it is kept. It
+    does not count parameters, arrays that are computed only from parameters (casts,
+    standardised kernels), gradients, optimiser state and short-lived buffers. XLA may
+    keep less, since it recomputes cheap element-wise results.
 
     Args:
       model: network with or without a classifier.
@@ -198,7 +199,7 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
 def forward_flops(model: Model) -> int | None:
     """Returns the floating-point operations of a forward pass on one image.
 
-    A multiply-accumulate counts as 2. None if the cost is not known, see
+    A multiply-accumulate counts as 2. The result is None if the cost is unknown, see
     `macs_per_image`.
     """
     try:
@@ -210,7 +211,8 @@ def forward_flops(model: Model) -> int | None:
 def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
     """Returns the floating-point operations of a computation with a network.
 
-    A multiply-accumulate counts as 2. None if the cost is not known, see `macs`.
+    A multiply-accumulate counts as 2. The result is None if the cost is unknown, see
+    `macs`.
 
     Args:
       forward: function of a network that computes on one image; it is traced.
@@ -225,13 +227,13 @@ def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
 def training_flops(model: Model, images: object = None) -> int | None:
     """Returns the floating-point operations to train on one image; None if unknown.
 
-    These are three forward passes: the backward pass counts as two (the convention of
-    arXiv:2010.11929, table 6). Rematerialisation does not count, nor do patches that
-    patch dropout leaves out.
+    Training counts as three forward passes, two of them for the backward pass (the
+    convention of arXiv:2010.11929, table 6). Rematerialisation does not count, and
+    neither do patches that patch dropout removes.
 
     Args:
       model: network.
-      images: shapes of one row of what it takes; None for an image of its size.
+      images: shapes of one row of the network's input; None for an image of its size.
     """
     if images is not None or getattr(model.config, "patch_dropout", 0):
         return 3 * 2 * _forward_macs(_of_products(model), train=True, images=images)
@@ -240,18 +242,18 @@ def training_flops(model: Model, images: object = None) -> int | None:
 
 
 def training_exaflops(model: Model, images: int) -> float | None:
-    """Returns the operations of a training run in 10^18, see `training_flops`.
+    """Returns the exaFLOPs (10^18 operations) of a training run; see `training_flops`.
 
     Args:
       model: network that is trained.
-      images: number of images seen in all epochs.
+      images: number of training images, summed over all epochs.
     """
     flops = training_flops(model)
     return None if flops is None else 1e-18 * flops * images
 
 
 def _of_products(model: Model) -> Model:
-    """Returns the network with attention as einsums, whose products a trace shows."""
+    """Returns the network with attention as einsums, so that a trace shows products."""
     return model.replace(attention_impl="einsum") if model.config.has_encoder else model
 
 

@@ -20,7 +20,7 @@ _TOKEN = "dist"  # Name of the parameter.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistilledConfig(ViTConfig):
-    """A Vision Transformer that may have a distillation token."""
+    """A Vision Transformer with an optional distillation token."""
 
     before_blocks = (*ViTConfig.before_blocks, _TOKEN)
     after_blocks = (*ViTConfig.after_blocks, CLASSIFIERS[1])
@@ -46,13 +46,13 @@ class DistilledConfig(ViTConfig):
         super().check()
         if self.distillation and self.pool != "token":
             raise UserError(
-                f"model.distillation=True needs pool=token, not {self.pool}: set "
-                "model.pool='token'"
+                f"model.distillation=True needs a class token, not "
+                f"model.pool={self.pool!r}: set model.pool='token'"
             )
 
 
 class Distilled(VisionTransformer):
-    """Averages the logits of two tokens."""
+    """A Vision Transformer that averages the logits of class and distillation token."""
 
     def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
         tokens = super().prefix_tokens(D)
@@ -66,8 +66,8 @@ class Distilled(VisionTransformer):
         """Computes the outputs from the tokens of the encoder, see `VisionTransformer`.
 
         Returns:
-          The outputs, "pre_logits" those of the class token; and the logits of each
-          classifier, "class_logits" and "distillation_logits".
+          "pre_logits" of the class token, and, unless L is 0, "logits" and the logits
+          of both classifiers, "class_logits" and "distillation_logits".
         """
         config, L = self.config, self.num_classes
         x = self.features(x[:, :2])

@@ -1,7 +1,7 @@
 """The encoder of the Vision Transformer: positions, blocks, and the final LayerNorm.
 
-Parameters are named as in vit.py. Letters: B images, N tokens, D model width, V visible
-patches.
+Parameters are named as in vit.py. Letters: B images, N input tokens, M tokens that the
+blocks process, D model width, V visible patches.
 """
 
 from collections.abc import Callable
@@ -82,8 +82,8 @@ class Block(nn.Module):
         Args:
           x: tokens.
           positions: positions of the tokens in attention.
-          rate: drop rate of both branches, see layers.drop_path, or None.
-          key: random key that activates dropout and stochastic depth, or None.
+          rate: drop rate of both branches, see layers.drop_path; None drops nothing.
+          key: random key, which activates dropout and stochastic depth; or None.
         """
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
         x = x + drop_path(self.attend(x, positions, keys[0]), rate, keys[1])
@@ -92,13 +92,13 @@ class Block(nn.Module):
         return split_over_devices(x)
 
     def attend(self, x, positions: Positions | None, key) -> Float[Array, "B N D"]:
-        """Returns the branch of attention."""
+        """Returns the output of the attention branch."""
         x = self.norm1(x)
         y = dropout(self.attention(x, x, positions), self.config.dropout, key)
         return self.scale1(self.post_norm1(y))
 
     def transform(self, x, key) -> Float[Array, "B N D"]:
-        """Returns the branch of the MLP, which transforms each token."""
+        """Returns the output of the MLP branch, which transforms each token."""
         return self.scale2(self.post_norm2(self.mlp(self.norm2(x), key)))
 
 
@@ -107,7 +107,7 @@ def _same(x):
 
 
 def split_over_devices(x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-    """Has the axes of a mesh split the tokens by images."""
+    """Constrains the sharding of tokens to be split by images over a mesh."""
     return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
 
@@ -115,7 +115,7 @@ class BlockInputs(NamedTuple):
     """Inputs of a block besides its tokens.
 
     Attributes:
-      added: position embeddings that are added to the tokens first, or None.
+      added: position embeddings that are added to the tokens before the block, or None.
       positions, rate, key: see Block.
     """
 
@@ -141,7 +141,8 @@ class Encoder(nn.Module):
       config: `EncoderConfig`.
       grid: rows and columns of patches.
       num_prefix_tokens: number of tokens before the patches, P.
-      num_register_tokens: number of prefix tokens, the last ones, without a position.
+      num_register_tokens: number of registers, the last prefix tokens, which do not
+        have positions.
     """
 
     config: Any
@@ -162,7 +163,8 @@ class Encoder(nn.Module):
         Args:
           x: input tokens.
           train: whether dropout and stochastic depth are active.
-          visible: indices of the patches of each image that the blocks get; None for all.
+          visible: indices of the patches of each image that the blocks process; None
+            for all patches.
         """
         x, inputs = self.begin(x, train=train, visible=visible)
         return self.run(x, inputs)
@@ -175,7 +177,7 @@ class Encoder(nn.Module):
         visible: Int[Array, "B V"] | None = None,
         places: "Places | None" = None,
     ) -> tuple[Float[Array, "B M D"], list[BlockInputs]]:
-        """Returns the first block's tokens, and the other inputs of all blocks.
+        """Returns the tokens for the first block, and the other inputs of all blocks.
 
         Call it in a compact method.
 
@@ -213,7 +215,7 @@ class Encoder(nn.Module):
     ) -> Float[Array, "B M D"]:
         """Applies the blocks and the norm; call it in a compact method.
 
-        A scan over the blocks, and their rematerialisation, are in repetition.py.
+        For a scan over the blocks and rematerialisation, see repetition.py.
         """
         config, outputs = self.config, []
         for i, given in enumerate(inputs):

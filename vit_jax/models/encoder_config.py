@@ -29,9 +29,9 @@ class EncoderConfig(NetworkConfig):
     width: int = key(
         0, "Features per token; 0 is the value of the variant.", below=2**31
     )
-    # The deepest published encoder (DeepNet, arXiv:2203.00555). Each block takes half a
-    # second to trace and compile, also with a scan, whose parameters are initialised one
-    # by one.
+    # The limit is the depth of the deepest published encoder (DeepNet,
+    # arXiv:2203.00555). Each block takes half a second to trace and compile, even with
+    # a scan, whose blocks are initialised separately.
     depth: int = key(
         0, "Number of encoder blocks; 0 is the value of the variant.", at_most=1_000
     )
@@ -40,8 +40,8 @@ class EncoderConfig(NetworkConfig):
     )
     mlp_dim: int = key(
         0,
-        "Hidden units of the MLP, of a gated MLP after the gate; 0 is the value of the "
-        "variant.",
+        "Hidden units of the MLP (for a gated MLP, after the gate); 0 is the value of "
+        "the variant.",
         below=2**31,
     )
     posemb: str = key(
@@ -52,9 +52,9 @@ class EncoderConfig(NetworkConfig):
     )
     posemb_placement: str = key(
         "stem",
-        'Where position embeddings are added: once, at the "stem"; at "every" layer, '
-        'with separate embeddings; or at every layer, with "shared" embeddings. '
-        '"relative" takes "every" or "shared".',
+        'Layers at which position embeddings are added: only at the "stem", at "every" '
+        'layer with separate embeddings, or at every layer with "shared" embeddings. '
+        'With model.posemb="relative" it must be "every" or "shared".',
         choices=PLACEMENTS,
         only_if={
             "posemb": {
@@ -72,8 +72,8 @@ class EncoderConfig(NetworkConfig):
         "Method that resizes learned position embeddings for other image sizes: "
         '"linear" (Google), "bicubic" (timm, DINOv2 with registers), "bicubic_plain" '
         '(MAE), "bicubic_dino" (DINO, DINOv2), "bilinear" (SigLIP 2) or '
-        '"bilinear_plain" (factorized embeddings of timm). Each of them with '
-        '"_square", as "bicubic_square", resizes to a square of the longer side and '
+        '"bilinear_plain" (factorized embeddings of timm). With "_square" appended, '
+        'such as "bicubic_square", a method resizes to a square of the longer side and '
         "uses its first rows and columns, which keeps the aspect ratio (timm's "
         "NaFlexVit). See vit_jax/models/resizing.py.",
         choices=tuple(RESIZE_METHODS),
@@ -81,8 +81,8 @@ class EncoderConfig(NetworkConfig):
     )
     dropout: float = key(
         0.0,
-        "Dropout rate after the position embeddings and each dense layer except query, "
-        "key, value and the head.",
+        "Dropout rate after the position embeddings and after each dense layer except "
+        "query, key, value and the head.",
         below=1,
         training_only=True,
     )
@@ -94,8 +94,9 @@ class EncoderConfig(NetworkConfig):
     )
     drop_path_schedule: str = key(
         "linear",
-        'Drop rates of the other blocks: "linear" grows from 0 at the first block, '
-        '"constant" is the same in all (DeiT III).',
+        'Stochastic depth: drop rates of the blocks. "linear" increases from 0 at the '
+        'first block to `model.drop_path_rate` at the last, "constant" is the same in '
+        "all blocks (DeiT III).",
         choices=("linear", "constant"),
         training_only=True,
     )
@@ -115,10 +116,12 @@ class EncoderConfig(NetworkConfig):
     pre_norm: bool = key(False, "Add a LayerNorm before the first block, as in CLIP.")
     post_norm: bool = key(
         False,
-        "Put LayerNorms after attention and the MLP, not before them.",
+        "Apply LayerNorms after attention and after the MLP instead of before them.",
         reason="weights of timm's EVA and RPN networks",
     )
-    qk_norm: bool = key(False, "Add LayerNorms of queries and keys (arXiv:2302.05442).")
+    qk_norm: bool = key(
+        False, "Apply LayerNorms to queries and keys (arXiv:2302.05442)."
+    )
     attention_out_norm: bool = key(
         False,
         "Add a LayerNorm between the attention heads and their output layer.",
@@ -126,78 +129,81 @@ class EncoderConfig(NetworkConfig):
     )
     mlp_norm: bool = key(
         False,
-        "Add a LayerNorm of the hidden units of the MLP.",
+        "Apply a LayerNorm to the hidden units of the MLP.",
         reason="weights of EVA-02 (arXiv:2303.11331)",
     )
     final_norm: bool = key(
         True,
         "Add a LayerNorm after the last block.",
-        reason="weights of InternViT, which have none",
+        reason="weights of InternViT, which does not have this LayerNorm",
     )
     rms_norm: bool = key(
         False,
-        "Use RMSNorms (arXiv:1910.07467), without mean and bias, in place of all "
-        "LayerNorms.",
+        "Replace all LayerNorms by RMSNorms (arXiv:1910.07467), which do not subtract "
+        "the mean and do not have a bias.",
     )
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.")
     attention_impl: str = key(
         "auto",
         'Implementation of attention: "einsum", "cudnn" (NVIDIA GPUs), "splash" '
-        '(TPUs), or "auto", the fastest that the device and the model allow.',
-        reason="measuring one against another",
+        '(TPUs), or "auto", the fastest one that the device and the model support.',
+        reason="comparing the speed of implementations",
         choices=attention.NAMES,
         changes_result=False,
     )
 
     @property
     def positions(self) -> tuple[type[Position], ...]:
-        """Kinds of positions of the tokens."""
+        """The kinds of positions of the tokens, see positions/base.py."""
         return (positions.EMBEDDINGS[self.posemb],)
 
     @property
     def block(self) -> type[nn.Module]:
-        """Class of the blocks."""
+        """The class of the blocks."""
         return Block
 
     @property
     def encoder(self) -> type[Encoder]:
-        """Class of the encoder."""
+        """The class of the encoder."""
         return Encoder
 
     @property
     def is_random(self) -> bool:
-        """Whether training draws numbers in the encoder."""
+        """Whether the encoder draws random numbers in training."""
         return bool(self.dropout or self.drop_path_rate)
 
     @property
     def encoder_norm(self) -> bool:
-        """Whether a LayerNorm ends the encoder."""
+        """Whether the encoder ends with a LayerNorm."""
         return self.final_norm
 
     @property
     def norm(self) -> Callable[..., nn.Module]:
-        """Constructor of a norm: `config.norm(name="LayerNorm_0")`."""
+        """The constructor of a norm, called as `config.norm(name="LayerNorm_0")`."""
         kind = nn.RMSNorm if self.rms_norm else LayerNorm
         return functools.partial(kind, epsilon=self.layer_norm_eps, dtype=self.dtype)
 
     @property
     def merges_tokens(self) -> bool:
-        """Whether dense layers get the tokens of all images, see kernels.flatten_tokens."""
+        """Whether dense layers merge the axes of images and tokens.
+
+        See kernels.flatten_tokens.
+        """
         return self.platform != "tpu"
 
     @property
     def relative(self) -> str:
-        """Key of positions of pairs of tokens and its value; "" without them."""
+        """Key and value of positions of pairs of tokens; "" if there are none."""
         of_pairs = (kind for kind in self.positions if kind.of_pairs)
         return next((kind.describe(self) for kind in of_pairs), "")
 
     @property
     def needs_logits(self) -> str:
-        """Key and value that need an attention that computes logits; "" if none does."""
+        """Key and value that need an attention that computes logits; "" if none."""
         return self.relative
 
     def drop_rates(self) -> list[float | None]:
-        """Returns the rate of stochastic depth of each block."""
+        """Returns the drop rate of stochastic depth for each block."""
         if not self.drop_path_rate:
             # None, not zeros: XLA could not remove their random draws from a scan.
             return [None] * self.depth
@@ -207,7 +213,7 @@ class EncoderConfig(NetworkConfig):
         return [self.drop_path_rate * i / last for i in range(self.depth)]
 
     def placed(self, num_tokens: int) -> "EncoderConfig":
-        """Returns the config with the platform and its implementation of attention.
+        """Returns the config with the platform and the chosen attention implementation.
 
         Args:
           num_tokens: length of the sequence.
@@ -234,8 +240,8 @@ class EncoderConfig(NetworkConfig):
         """Raises UserError if keys contradict each other."""
         if self.width % self.num_heads:
             raise UserError(
-                f"model width {self.width} does not divide into {self.num_heads} heads: "
-                "change model.width or model.num_heads"
+                f"model.width={self.width} is not a multiple of "
+                f"model.num_heads={self.num_heads}: change one of them"
             )
         for kind in self.positions:
             kind.check(self)

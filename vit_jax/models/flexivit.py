@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 from vit_jax.models import resizing
 from vit_jax.models.layers import PatchEmbedding
 
-# Method of `resizing.RESIZE_METHODS` to the library that resizes patches by it.
+# Methods of `resizing.RESIZE_METHODS` for patches -> library that uses this method.
 METHODS = {"bilinear_plain": "big_vision", "bicubic": "timm"}
-DEFAULT = "bilinear_plain"  # Of FlexiViT's authors.
+DEFAULT = "bilinear_plain"  # Method of FlexiViT's authors.
 
 
 def resize_patch_kernel(
@@ -21,13 +21,14 @@ def resize_patch_kernel(
 ) -> Float[np.ndarray, "p p C D"] | Float[Array, "p p C D"]:
     """Resizes a patch embedding so that resized patches have the same output.
 
-    This is the pseudo-inverse of the patches' resize (PI-resize): exact if patches grow,
-    optimal in the least-squares sense if they shrink.
+    The kernel is multiplied by the pseudo-inverse of the resize of patches (PI-resize),
+    which is exact if patches grow, and optimal in the least-squares sense if they
+    shrink.
 
     Args:
-      kernel: kernel of the patch embedding; NumPy stays NumPy.
-      patch: p.
-      method: how patches are resized, one of METHODS.
+      kernel: kernel of the patch embedding; NumPy arrays stay NumPy arrays.
+      patch: side p of the new patches in pixels.
+      method: method of resizing patches, one of METHODS.
     """
     P, _, C, D = kernel.shape
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
@@ -37,11 +38,11 @@ def resize_patch_kernel(
 
 
 class ResizedPatchEmbedding(PatchEmbedding):
-    """Embeds patches of another side than that of its parameters.
+    """A patch embedding for patches of another size than its kernel.
 
     Attributes:
       patch: side of a patch in pixels.
-      resize: how patches are resized, one of METHODS.
+      resize: method of resizing patches, one of METHODS.
     """
 
     patch: int = 0

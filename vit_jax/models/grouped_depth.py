@@ -1,6 +1,6 @@
-"""Stochastic depth that does not compute what it drops (DINOv2, arXiv:2304.07193, section 5).
+"""Batched stochastic depth, which skips dropped images (arXiv:2304.07193, section 5).
 
-Letters: B images, S of them are kept, N tokens, D model width.
+Letters: B images, S images that are kept, N tokens, D model width.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from vit_jax.models.encoder_config import EncoderConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedDepthConfig(EncoderConfig):
-    """An encoder whose stochastic depth may be of groups of images."""
+    """An encoder with optional stochastic depth by groups of images."""
 
     drop_path_group: int = key(
         0,
         "Group size for batched stochastic depth (DINOv2): in every group of this many "
-        "images, each block computes only the images that it keeps, a fixed number. "
-        'Needs drop_path_schedule="constant"; a divisor of the images per device '
-        "avoids communication. 0 is off.",
+        "images, each block computes only the images that it keeps, a fixed number. It "
+        'needs model.drop_path_schedule="constant". A divisor of the number of images '
+        "per device avoids communication. 0 is off.",
         training_only=True,
     )
 
@@ -40,14 +40,15 @@ class GroupedDepthConfig(EncoderConfig):
         if self.drop_path_group and self.drop_path_schedule != "constant":
             raise UserError(
                 f"model.drop_path_group={self.drop_path_group}: every block must drop the "
-                "same number of images: set model.drop_path_schedule='constant', or it to 0"
+                "same number of images: set model.drop_path_schedule='constant' or "
+                "model.drop_path_group=0"
             )
 
     def check_rows(self, rows: int, devices: int, platform: str) -> str:
-        """Checks that no group lies on two GPUs, and that the rows are whole groups.
+        """Checks that the rows, and those of each GPU, are whole groups.
 
-        XLA would place the rows that a group keeps on some of the GPUs, over which cuDNN's
-        attention cannot be split.
+        With a split group, XLA would place its kept rows on some of the GPUs only, and
+        cuDNN's attention cannot be split in this way.
         """
         group = self.drop_path_group
         if not group:
@@ -55,20 +56,20 @@ class GroupedDepthConfig(EncoderConfig):
         each, size = rows // devices, math.gcd(rows, group)
         if platform == "gpu" and each % size:
             raise UserError(
-                f"model.drop_path_group={group}: {devices} GPUs have {each} images or "
-                "crops each, which is not a whole number of groups: set batch_size to a multiple of "
-                f"{devices * group}"
+                f"model.drop_path_group={group}: each of the {devices} GPUs has {each} "
+                "images or crops, which is not a multiple of the group size: set "
+                f"batch_size to a multiple of {devices * group}"
             )
         if size == group:
             return ""
         return (
-            f"model.drop_path_group={group} does not divide them: groups have {size}"
+            f"model.drop_path_group={group} does not divide them: the group size is {size}"
             f"{', so no branch is dropped' if size == 1 else ''}"
         )
 
 
 class GroupedBlock(Block):
-    """A block that computes its branches for random images alone."""
+    """A block that computes its branches only for random images."""
 
     def __call__(
         self,
@@ -77,7 +78,7 @@ class GroupedBlock(Block):
         rate: Float[Array, ""] | float | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B N D"]:
-        """Transforms tokens, see `Block`; the drop rate is that of the config."""
+        """Transforms tokens, see `Block`; the drop rate of the config is used."""
         if rate is None or key is None:
             return super().__call__(x, positions, rate, key)
         keys = jax.random.split(key, 4)
@@ -95,11 +96,11 @@ class GroupedBlock(Block):
 
 
 class Kept(NamedTuple):
-    """The images of a batch whose branch is computed.
+    """The images of a batch that are kept: their branch is computed.
 
     Attributes:
-      order: images of each group in random order.
-      count: number of images that are kept of each group, the first in this order.
+      order: random order of the images of each group.
+      count: number of images that are kept in each group, the first ones in this order.
     """
 
     order: Int[Array, "groups size"]
@@ -107,14 +108,15 @@ class Kept(NamedTuple):
 
     def take(self, rows: Float[Array, "B ..."]) -> Float[Array, "S ..."]:
         """Returns the rows of the kept images."""
-        # Within groups, so that a batch that is split over devices stays where it is.
+        # Indexed within groups, so that a batch that is split over devices is not
+        # moved.
         groups = rows.reshape(-1, self.order.shape[1], *rows.shape[1:])
         index = self.order[:, : self.count]
         index = index.reshape(-1, self.count, *(1,) * (rows.ndim - 1))
         return jnp.take_along_axis(groups, index, axis=1).reshape(-1, *rows.shape[1:])
 
     def take_positions(self, positions: Positions) -> Positions:
-        """Returns the positions of the kept images; most kinds are the same for all."""
+        """Returns the positions of the kept images, if they depend on the image."""
         per_image = {
             name: self.take(x)
             for name, x in positions._asdict().items()
@@ -125,7 +127,7 @@ class Kept(NamedTuple):
     def add(
         self, x: Float[Array, "B N D"], branch: Float[Array, "S N D"]
     ) -> Float[Array, "B N D"]:
-        """Adds the branch of the kept images, scaled up, to the tokens of all."""
+        """Adds the branch of the kept images, scaled up, to the tokens."""
         place = jnp.argsort(self.order, axis=1)[..., None, None]
         y = branch * (self.order.shape[1] / self.count)
         y = y.reshape(-1, self.count, *y.shape[1:])
@@ -137,11 +139,11 @@ def draw(images: int, rate: float, group: int, key: Key[Array, ""]) -> Kept:
     """Draws the images that are kept.
 
     Args:
-      images: B.
-      rate: drop rate. Of each group the whole number of images below
-        `(1 - rate) * group` is kept, at least one.
-      group: number of consecutive images that form a group; if B is not a multiple of it,
-        groups have the greatest common divisor of both.
+      images: number of images B.
+      rate: drop rate. In each group, `(1 - rate) * group` images are kept, rounded
+        down, but at least one.
+      group: number of consecutive images that form a group; if B is not a multiple of
+        it, the group size is the greatest common divisor of both.
       key: random key.
     """
     size = math.gcd(images, group)

@@ -12,9 +12,9 @@ from vit_jax.models.varied import VariedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridConfig(VariedConfig, resnet.StemConfig):
-    """Hybrids, as `R50+B/16`"""
+    """Hybrids such as `R50+B/16`"""
 
-    encoder_stride = 0  # Features of the stem cannot be edited as patches can.
+    encoder_stride = 0  # Features of the stem cannot be edited like patches.
     before_blocks = (*VariedConfig.before_blocks, "conv_root", "gn_root")
 
     @property

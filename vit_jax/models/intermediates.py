@@ -20,9 +20,9 @@ from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.vit import VisionTransformer, varied
 
-Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences are refused.
+Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences raise a UserError.
 
-# Names of the attention module of a block, and of the attention-pooling head.
+# Names of the attention module of a block and of the attention-pooling head.
 _ATTENTION, _POOLING = "MultiHeadDotProductAttention_1", "MAPHead_0"
 
 
@@ -30,7 +30,8 @@ class Layer(NamedTuple):
     """Intermediates of a block.
 
     Attributes:
-      attention: weights of each query (third axis) over keys (fourth axis), of sum 1.
+      attention: weights of each query (third axis) over keys (fourth axis), which sum
+        to 1.
       tokens: output of the block.
     """
 
@@ -42,7 +43,7 @@ class AttentionGradient(NamedTuple):
     """Attention of a block, and its effect on a logit.
 
     Attributes:
-      attention: see Layer.
+      attention: attention weights, see Layer.
       gradient: gradient of the logit with respect to the attention.
     """
 
@@ -53,25 +54,26 @@ class AttentionGradient(NamedTuple):
 def layers(model: Model, params: Mapping, images: Images) -> Iterator[Layer]:
     """Runs a network block by block.
 
-    All blocks share one compiled program, so only one layer's attention is in memory. It
-    is computed by an einsum with a float32 softmax, whatever `attention_impl` is.
+    All blocks share one compiled program, so the attention of only one layer is in
+    memory. Attention is computed by an einsum with a float32 softmax for any
+    `attention_impl`.
 
     Args:
       model: a Vision Transformer or a hybrid.
-      params: parameters of the network, blocks stacked or one by one.
+      params: parameters of the network, with stacked or separate blocks.
       images: normalised images.
 
     Returns:
-      A lazy iterator over the blocks; it keeps tokens alone.
+      A lazy iterator over the blocks, which keeps only tokens in memory.
 
     Raises:
-      UserError: the network has no attention.
+      UserError: the network does not have attention.
     """
     module = model.module
     _check(module, images)
     tokens, given = embed_images(module, _others(params), images)
 
-    # A generator would keep a reference to the last layer.
+    # Unlike a generator, `map` does not keep a reference to the last layer.
     def run(i):
         nonlocal tokens
         attention, tokens = run_block(module, _block(params, i), tokens, given[i])
@@ -90,7 +92,7 @@ def classify_tokens(
       tokens: tokens of the last Layer.
 
     Raises:
-      UserError: the network has no attention.
+      UserError: the network does not have attention.
     """
     _check(model.module, None)
     tokens = tokens.astype(model.config.dtype)
@@ -107,29 +109,32 @@ def attention_gradients(
       classes: class index per image.
 
     Returns:
-      The classifier's weights over the tokens after the last block, of sum 1: the class
-      token, both tokens of DeiT, or all patches equally; with attention pooling the
-      positive part of attention times gradient, averaged over heads. And a lazy iterator
-      over the blocks, last first; it keeps the tokens of all and the attention of one.
+      Two results. The first are the weights of the pooling over the tokens after the
+      last
+      block, which sum to 1: all on the class token, half on each token of DeiT, or
+      equal for all patches. With attention pooling they are the positive part of
+      attention times gradient, averaged over heads. The second is a lazy iterator over
+      the blocks from last to first, which keeps the tokens of all blocks in memory, but
+      the attention of only one.
 
     Raises:
-      UserError: the network has no attention or no classifier of whole images, or a
-        class is unknown.
+      UserError: the network does not have attention or does not classify whole images,
+        or a class is unknown.
     """
     module = model.module
     _check(module, images)
     pool = module.config.pool
     if not module.num_classes or pool == "none":
         raise UserError(
-            f"a model with num_classes={module.num_classes} and pool={pool} has no logit to "
-            "explain: give a model that classifies images"
+            f"a model with num_classes={module.num_classes} and pool={pool} has no logit per "
+            "image: use a model that classifies images"
         )
     classes = np.asarray(classes)
     wrong = classes[(classes < 0) | (classes >= module.num_classes)]
     if wrong.size:
         raise UserError(
-            f"class {wrong[0]} is not one of the {module.num_classes} of the model: name "
-            f"one from 0 to {module.num_classes - 1}"
+            f"class {wrong[0]} is not one of the {module.num_classes} classes of the model: "
+            f"choose one from 0 to {module.num_classes - 1}"
         )
     others = _others(params)
     tokens, given = embed_images(module, others, images)
@@ -151,14 +156,14 @@ def attention_gradients(
 def _check(module: nn.Module, images: object) -> None:
     if not isinstance(module, VisionTransformer):
         raise UserError(
-            f"a {type(module).__name__} has no attention: give a Vision "
+            f"a {type(module).__name__} has no attention: use a Vision "
             "Transformer or a hybrid"
         )
     module.config.check_grid()
     if isinstance(images, PatchSequences):
         raise UserError(
-            "no attention of sequences of patches is returned: set max_tokens to 0, or draw "
-            "it with vit_jax.visualize or vit_jax.explore"
+            "attention is not available for sequences of patches: set max_tokens to 0, "
+            "or draw attention with vit_jax.visualize or vit_jax.explore"
         )
 
 
@@ -220,7 +225,7 @@ def _part(kind, module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
-    """Returns the first block's tokens, and the position inputs of each block."""
+    """Returns the tokens for the first block, and the positions for each block."""
     return _part(_Embedding, module).apply({"params": params}, images)
 
 
@@ -243,13 +248,13 @@ def _attend(block: Block, params, x, given, added=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _classify_tokens(module, params, x):
-    """Computes the network's outputs from the last block's tokens."""
+    """Computes the outputs of the network from the tokens of the last block."""
     return _part(_Classifier, module).apply({"params": params}, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
-    """Returns the head's weights over tokens, and the logits' gradient by tokens."""
+    """Returns pooling weights, and the gradient of logits with respect to tokens."""
     end = _part(_Classifier, module)
     config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape

@@ -1,4 +1,4 @@
-"""The features of each layer that a network keeps while it runs, for layer_features.py."""
+"""Keeps the features of each layer while a network runs, for layer_features.py."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,15 +16,17 @@ def keep(
     *,
     norm_all: bool = True,
 ) -> None:
-    """Keeps features for `Model.layer_features`, if they are asked for.
+    """Keeps features for `Model.layer_features`, if they are needed.
 
-    A network calls it in its compact method, with its `config.num_layers` features.
+    A network calls this function in its compact method, with the features of its
+    `config.num_layers` layers.
 
     Args:
       module: the calling module.
-      features: output of each layer, (B, P + N, D), or (B, y, x, D) without prefix tokens.
+      features: output of each layer, (B, P + N, D), or (B, y, x, D) without prefix
+        tokens.
       norm: the final norm.
-      norm_all: whether it fits every layer; otherwise only the last.
+      norm_all: whether the norm can be applied to every layer, or only to the last.
     """
     if not module.is_mutable_collection(COLLECTION) or module.is_initializing():
         return

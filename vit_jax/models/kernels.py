@@ -1,4 +1,4 @@
-"""Functions of arrays that are written for speed, each with what it gains.
+"""Functions of arrays that are optimised for speed; comments state the gain of each.
 
 Letters: B images, N tokens, D model width, Y by X patches.
 """
@@ -13,9 +13,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Key, UInt32
 
 
-# The derivatives keep the input alone. JAX's keep up to four arrays of its size, which a
-# scan over blocks writes out one by one (docs/decisions.md). For the exact GELU JAX uses
-# erfc, which takes 2.7 times as long on CPU (28 against 10 ms of a forward pass of S/16).
+# The derivatives keep only the input. JAX's derivatives keep up to four arrays of its
+# size, and a scan over blocks writes all of them to memory (docs/decisions.md). For the
+# exact GELU JAX uses erfc, which takes 2.7 times as long on CPU (28 instead of 10 ms in
+# a forward pass of S/16).
 @jax.custom_vjp
 def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Computes the exact GELU (arXiv:1606.08415), in float32 for any dtype of `x`."""
@@ -25,8 +26,8 @@ def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def _gelu_erf_backward(x, grad):
     x32 = x.astype(jnp.float32)
-    # The flipped sign keeps XLA from storing the forward pass's error function, an array
-    # as large as `x`, which costs more than computing it again.
+    # With the flipped sign, XLA cannot reuse the error function of the forward pass, an
+    # array as large as `x`: storing it costs more than computing it again.
     cdf = 0.5 * (1 - jax.lax.erf(x32 * -math.sqrt(0.5)))
     density = jnp.exp(-0.5 * x32 * x32) / math.sqrt(2 * math.pi)
     return ((grad * (cdf + x32 * density)).astype(x.dtype),)
@@ -37,7 +38,7 @@ gelu_erf.defvjp(lambda x: (gelu_erf(x), x), _gelu_erf_backward)
 
 @jax.custom_vjp
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Computes the GELU's approximation by a tanh, in float32 for any dtype of `x`."""
+    """Computes the tanh approximation of the GELU, in float32 for any dtype of `x`."""
     x32 = x.astype(jnp.float32)
     inner = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
     return (x32 * (0.5 * (1 + jnp.tanh(inner)))).astype(x.dtype)
@@ -45,7 +46,7 @@ def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def _gelu_tanh_backward(x, grad):
     x32 = x.astype(jnp.float32)
-    # With the flipped sign XLA does not store the forward pass's tanh.
+    # With the flipped sign XLA does not store the tanh of the forward pass.
     inner = -math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
     slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x32 * x32)
     tanh = jnp.tanh(inner)
@@ -56,7 +57,7 @@ def _gelu_tanh_backward(x, grad):
 gelu_tanh.defvjp(lambda x: (gelu_tanh(x), x), _gelu_tanh_backward)
 
 
-# JAX's derivative would keep several arrays of the size of `x` and pass over them more
+# JAX's own derivative would keep several arrays of the size of `x` and read them more
 # often on CPU (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(
@@ -85,8 +86,8 @@ def _layer_norm_forward(x, scale, bias, epsilon):
 
 def _layer_norm_backward(epsilon, kept, grad):
     x, scale, mean, reciprocal = kept
-    # XLA would keep (x - mean) * reciprocal, an array as large as `x`, from the forward
-    # pass.
+    # In the form (x - mean) * reciprocal, XLA would store this array, which is as large
+    # as `x`, in the forward pass and reuse it here.
     normal = x.astype(jnp.float32) * reciprocal - mean * reciprocal
     grad = grad.astype(jnp.float32)
     rows = tuple(range(x.ndim - 1))
@@ -105,9 +106,9 @@ def dropout(
 ) -> Float[Array, "*B N D"]:
     """Drops random elements and scales up the others (Srivastava et al., 2014).
 
-    Whether an element is kept is a hash of its place and the key, and does not depend on
-    the sharding. JAX's generator takes a tenth of a step of B/16 on an H100
-    (docs/decisions.md).
+    A hash of the key and the element's index decides whether an element is kept, so the
+    result does not depend on the sharding. JAX's random generator would take a tenth of
+    a training step of B/16 on an H100 (docs/decisions.md).
 
     Args:
       x: any array.
@@ -121,27 +122,27 @@ def dropout(
     for axis in range(x.ndim - 1):
         rows = rows * x.shape[axis]
         rows += jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis)
-    # Computed once a token, not once an element.
+    # The barrier makes XLA compute this once per token, not once per element.
     rows = jax.lax.optimization_barrier(_hash(_hash(rows + words[0]) ^ words[1]))
     columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
-    # The golden ratio's multiples are far apart in all bits.
+    # Multiples of the golden ratio differ in many bits.
     bits = _hash(rows + columns * jnp.uint32(0x9E3779B9))
     kept = bits >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Mixes all bits; a bijection, "lowbias32" of Wellons (nullprogram.com, 2018)."""
+    """Mixes all bits by a bijection, "lowbias32" of Wellons (nullprogram.com, 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
 def in_row_major(x: Float[Array, "B y x D"]) -> Float[Array, "B y x D"]:
-    """Returns an array that XLA lays out in the order of its axes.
+    """Returns an array whose memory layout in XLA follows the order of its axes.
 
-    XLA cannot split the constraint over devices, and would gather the whole batch on each
-    of them: shard_map hands each device of a mesh its images.
+    XLA cannot split this constraint over devices, and would gather the whole batch on
+    each device. So shard_map applies it to the images of each device of a mesh.
     """
     layout = Layout(major_to_minor=tuple(range(x.ndim)))
     constrain = lambda x: with_layout_constraint(x, layout)
@@ -155,7 +156,7 @@ def in_row_major(x: Float[Array, "B y x D"]) -> Float[Array, "B y x D"]:
 def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
     """Merges the image and token axes.
 
-    XLA's CPU backward pass of a 3-D product is nearly twice as slow
+    On CPU the backward pass of a product with 3-D arrays is nearly twice as slow
     (docs/decisions.md).
     """
     return x.reshape(-1, x.shape[-1])

@@ -1,9 +1,9 @@
-"""Features after each layer of a network, as timm's `forward_intermediates` returns them.
+"""Features after each layer of a network, like timm's `forward_intermediates`.
 
 A layer is a block of a Vision Transformer, a hybrid or a Mixer, a pair of blocks of an
-Axial-ViT, or a stage of a Swin Transformer, before its patches are merged. Layer 0 of a
-ResNet is its first convolution, before the pooling, layer i its stage i. A `model` is a
-`Model`, which imports this file.
+Axial-ViT, or a stage of a Swin Transformer before its patches are merged. Layer 0 of a
+ResNet is its first convolution, before the pooling; layer i is its stage i. The
+argument `model` of the functions here is a `Model`.
 
 Letters: B images, y by x patches, P prefix tokens, N patches or all tokens, D width.
 """
@@ -39,12 +39,12 @@ def compute(
     chosen = [check(model, layer) for layer in layers]
     if tokens == "prefix" and not model.num_prefix_tokens:
         raise UserError(
-            f"tokens='prefix': {model.options['variant']} has no tokens before the "
-            "patches: choose 'patches' or 'pooled'"
+            f"tokens='prefix': model.variant={model.options['variant']!r} does not have "
+            "tokens before the patches: choose 'patches' or 'pooled'"
         )
     last = max(1, model.config.num_layers) - 1
     if not model.config.num_layers or (norm and {*chosen} == {last}):
-        # A scan runs as it is.
+        # The last features are the output of the encoder, so a scan can be kept.
         train = key is not None
         outputs = {last: model.encode(params, images, train=train, key=key)}
     else:
@@ -54,8 +54,8 @@ def compute(
     if isinstance(images, PatchSequences):
         if reshape and tokens == "patches":
             raise UserError(
-                "reshape=True: each image has another grid of patches: set it to "
-                "False, and cut the padding off"
+                "reshape=True: images of any size have different grids of patches: set "
+                "reshape=False, and remove the padding"
             )
         places["places"] = images.places()
 
@@ -76,8 +76,8 @@ def check(model: Any, layer: int) -> int:
     """
     if not model.has_patch_features:
         raise UserError(
-            f"{model.options['variant']} has no features of patches: its module takes "
-            "no argument `classify`; docs/own_network.md says what it does"
+            f"model.variant={model.options['variant']!r} does not return features of "
+            "patches: add the argument `classify` to its module (docs/own_network.md)"
         )
     model.config.check_grid()
     count = max(1, model.config.num_layers)
@@ -101,8 +101,8 @@ def check_all(model: Any, layers: Sequence[int]) -> list[int]:
         if number in chosen[:i]:
             same = layers[chosen.index(number)], layers[i]
             raise UserError(
-                f"layers={tuple(layers)}: {same[0]} and {same[1]} are the same layer, as "
-                f"{model.options['variant']} has {model.num_layers}: name it once"
+                f"layers={tuple(layers)}: {same[0]} and {same[1]} are the same layer of "
+                f"{model.options['variant']}, which has {model.num_layers} layers: keep one"
             )
     return chosen
 
@@ -110,7 +110,7 @@ def check_all(model: Any, layers: Sequence[int]) -> list[int]:
 def _run(model, params, images, key) -> dict[bool, list[Features]]:
     """Returns the features of all layers, with and without the norm."""
     if model.config.stacked:
-        # Blocks one by one, so that XLA drops those that no chosen layer needs.
+        # With separate blocks XLA removes those that the chosen layers do not need.
         model, params = model.replace(scan=False), stacking.unstack(params)
     _, kept = model.reader(images).apply(
         model.variables(params),
@@ -121,7 +121,7 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
         mutable=[COLLECTION],
     )
     kept = kept[COLLECTION]
-    while KEPT not in kept:  # A submodule kept them.
+    while KEPT not in kept:  # A submodule may have kept the features.
         (kept,) = kept.values()
     return kept[KEPT][0]
 
@@ -139,7 +139,7 @@ def _arrange(model, x, tokens: str, reshape: bool) -> Features:
 
 
 def _grid(model, x, P: int) -> tuple[int, int]:
-    """Returns rows and columns of patches that stand row by row."""
+    """Returns the numbers of rows and columns of patches."""
     rows, columns = model.grid
     if x.shape[1] - P == rows * columns:
         return rows, columns

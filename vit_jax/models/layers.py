@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Key
 from vit_jax.models import attention, initializers, kernels
 from vit_jax.models.kernels import dropout, flatten_tokens
 
-# Variable collections of attention weights, and of perturbations added to them.
+# Flax collections for attention weights, and for perturbations added to them.
 INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
 
-# Parameters of these layers, and of the two Dense layers of any MLP, that the axis "model"
-# of a mesh splits: by heads and hidden units (Megatron-LM, arXiv:1909.08053, section 3).
-# Nothing is exchanged between the two kernels of a pair, and their output is summed once.
+# Parameters of these layers, and of the two Dense layers of any MLP, that are split
+# along the mesh axis "model", by heads and hidden units (Megatron-LM, arXiv:1909.08053,
+# section 3). There is no communication between the two kernels of a pair; the output of
+# the second is summed once.
 MODEL_AXES = (
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
@@ -85,16 +86,18 @@ def drop_path(
 class PatchEmbedding(nn.Module):
     """Embeds square patches (arXiv:2010.11929, section 3.1).
 
-    It has the parameters of a convolution, and is computed as a product of matrices: XLA
-    for GPUs pads the convolution's three channels to eight (docs/decisions.md).
+    It has the parameters of a convolution, but is computed as a matrix product, because
+    XLA for GPUs would pad the three channels of the convolution to eight
+    (docs/decisions.md).
 
     Attributes:
-      features: D.
-      side: side of a patch in pixels; a rest at the right and bottom is not used.
+      features: number of features D.
+      side: side of a patch in pixels. Pixels at the right and bottom that do not fill a
+        patch are not used.
       dtype: dtype of the computation.
-      row_major: whether the result is laid out in the order of its axes. XLA for GPUs
-        lays the tokens of all blocks out with the batch as the last axis otherwise,
-        because of the position embedding that comes next.
+      row_major: whether the memory layout of the result follows the order of its axes.
+        Otherwise XLA for GPUs makes the batch the last axis of the tokens in all
+        blocks, because of the position embedding that is added next.
       initial: row of initializers.TABLE.
     """
 
@@ -126,7 +129,7 @@ class PatchEmbedding(nn.Module):
     def kernel(
         self, kernel: Float[Array | np.ndarray, "S S C D"]
     ) -> Float[Array | np.ndarray, "s s C D"]:
-        """Returns the kernel that embeds the patches; NumPy stays NumPy."""
+        """Returns the kernel for the patches; NumPy arrays stay NumPy arrays."""
         return kernel
 
 
@@ -137,8 +140,9 @@ class MergedDense(nn.Module):
     copies every gradient three times (docs/decisions.md).
 
     Attributes:
-      inputs: input axes of the kernel, of size M together.
-      outputs: output axes of the kernel and axes of the bias, of size F together.
+      inputs: sizes of the input axes of the kernel; their product is M.
+      outputs: sizes of the output axes of the kernel and of the bias; their product is
+        F.
       dtype: dtype of the computation.
       kernel_init: initialiser of the kernel as a matrix, (M, F).
     """
@@ -167,14 +171,14 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention (arXiv:2010.11929, appendix A).
 
     Attributes:
-      num_heads: number of heads, which divides the width.
+      num_heads: number of heads; a divisor of the width.
       dtype: dtype of the computation.
       attention_impl: one of attention.IMPLEMENTATIONS.
       flatten: see kernels.flatten_tokens.
-      qk_norm: whether queries and keys are normalised, head by head (arXiv:2302.05442).
+      qk_norm: whether queries and keys of each head are normalised (arXiv:2302.05442).
       out_norm: whether the concatenated heads are normalised before the output layer
         (arXiv:2210.06423).
-      norm: constructor of these norms, with the argument `name`.
+      norm: constructor of norms, with the argument `name`.
       initial: row of initializers.TABLE.
     """
 
@@ -248,13 +252,13 @@ class MultiHeadAttention(nn.Module):
         v: Float[Array, "B H M K"],
         positions: attention.Positions,
     ) -> Float[Array, "B H N K"]:
-        """Returns the values that each query attends to."""
+        """Returns the weighted means of the values for each query."""
         relative, bias, _, lengths, segments = positions
         if not self._shows_weights:
             how = relative, lengths, self.attention_impl, bias, segments
             return attention.attend(q, k, v, *how)
-        # intermediates.py reads the weights, and differentiates with respect to a
-        # perturbation of them.
+        # intermediates.py reads the weights, and computes gradients with respect to a
+        # perturbation that is added to them.
         weights = self.perturb(
             "weights",
             attention.weights(q, k, relative, lengths, bias, segments),
@@ -264,7 +268,7 @@ class MultiHeadAttention(nn.Module):
         return jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
 
     def combine(self, y: Float[Array, "B H N K"]) -> Float[Array, "B N D"]:
-        """Returns a token of all heads' results; call it in a compact method."""
+        """Combines the results of all heads; call it in a compact method."""
         B, H, N, K = y.shape
         y = jnp.swapaxes(y, 1, 2).reshape(B, N, H * K)
         y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
@@ -276,7 +280,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Multiplies each feature of a residual branch (arXiv:2103.17239, section 2).
+    """Scales the features of a residual branch (arXiv:2103.17239, section 2).
 
     Attributes:
       init: initial factor of all features.
@@ -293,18 +297,18 @@ class LayerScale(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between them and dropout after each.
+    """Two dense layers with an activation between them and dropout after each.
 
-    With "swiglu" the first layer is multiplied with the SiLU of a third, "gate"
-    (arXiv:2002.05202).
+    With "swiglu" the output of the first layer is multiplied by the SiLU of a third
+    layer, "gate" (arXiv:2002.05202).
 
     Attributes:
-      hidden: units of the first layer, and of the gate.
+      hidden: number of units of the first layer, and of the gate.
       dropout: dropout rate.
       activation: a key of ACTIVATIONS, or "swiglu".
       dtype: dtype of the computation.
       flatten: see kernels.flatten_tokens.
-      norm: constructor of a norm of the hidden units (arXiv:2210.06423), or None.
+      norm: constructor of a norm for the hidden units (arXiv:2210.06423), or None.
       initial: row of initializers.TABLE.
     """
 
@@ -320,7 +324,7 @@ class Mlp(nn.Module):
     def __call__(
         self, x: Float[Array, "B N D"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "B N D"]:
-        """Transforms each token separately; a key activates dropout."""
+        """Transforms each token separately; a random key activates dropout."""
         shape, D = x.shape, x.shape[-1]
         first, second = (None, None) if key is None else jax.random.split(key)
 
@@ -353,7 +357,7 @@ class Mlp(nn.Module):
         return x.reshape(shape)
 
 
-# Names of classifiers: of every network, and of the distillation token.
+# Names of the classifier of every network, and of that of the distillation token.
 CLASSIFIERS = ("head", "head_dist")
 
 
@@ -368,10 +372,10 @@ def classify(
 
     Args:
       pre_logits: features, float32.
-      num_classes: L; 0 for no classifier.
+      num_classes: number of classes L; 0 for no classifier.
       bias: initial bias.
       name: name of the parameters.
-      initial: row of initializers.TABLE; Google's classifiers begin with zeros.
+      initial: row of initializers.TABLE.
 
     Returns:
       "pre_logits", and "logits" (*B, L) unless `num_classes` is 0.

@@ -1,12 +1,12 @@
 """Token merging at inference (ToMe, arXiv:2210.09461): similar patches become one token.
 
-Between attention and MLP of each block, patches are split alternately into two sets. The
-r patches of the first set that are most like one of the second are merged into it, by
-the mean of their features weighted by the number of patches in each token, its size.
-Attention counts a token as often as it has patches. The parameters are those of the
-network without merging.
+Between attention and MLP of each block, patches are split alternately into two sets.
+The r patches of the first set that are most similar to a patch of the second are merged
+into it: the result is the mean of their features, weighted by the sizes of the tokens.
+The size of a token is the number of its original patches; attention counts a token as
+often as its size. The parameters are those of the network without merging.
 
-Letters: B images, P prefix tokens, N tokens, M of them after merging, H heads, K head
+Letters: B images, P prefix tokens, N tokens, M tokens after merging, H heads, K head
 width, D model width.
 """
 
@@ -30,10 +30,11 @@ Sizes = Float[Array, "B N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergingConfig(ViTConfig):
-    """A Vision Transformer that may merge tokens.
+    """A Vision Transformer with optional token merging.
 
     Attributes:
-      token_merging: tokens that each block merges at inference; 0 is none. Not a key.
+      token_merging: number of tokens that each block removes at inference by merging; 0
+        is off. Not a key.
     """
 
     token_merging: int = 0
@@ -53,14 +54,14 @@ class MergingConfig(ViTConfig):
 
     @property
     def stacked(self) -> bool:
-        # Each block has fewer tokens.
+        # Each block has fewer tokens than the previous one, which a scan cannot have.
         return not self.token_merging and super().stacked
 
     def check_grid(self) -> None:
         if self.token_merging:
             raise UserError(
-                f"{self._merging}: merged tokens do not form a grid of patches, which features "
-                "of layers, masks and attention need: set token_merging to 0"
+                f"{self._merging}: merged tokens are not a grid of patches, which is needed "
+                "for features of layers, masks and attention: set token_merging to 0"
             )
 
     def check(self) -> None:
@@ -69,8 +70,8 @@ class MergingConfig(ViTConfig):
         obstacle = next(filter(None, obstacles), "")
         if self.token_merging and obstacle:
             raise UserError(
-                f"{self._merging} with {obstacle}: merged tokens have no position in the "
-                "blocks; set token_merging to 0"
+                f"{self._merging} with {obstacle}: merged tokens do not have positions in "
+                "the blocks: set token_merging to 0"
             )
 
 
@@ -86,17 +87,18 @@ def merge(
     Args:
       x: tokens.
       sizes: number of patches in each token.
-      keys: keys of the attention before; their mean over the heads is compared by cosine.
-      count: r, number of tokens to remove; at most half of the patches are.
-      num_prefix_tokens: P, tokens in front that stay as they are.
+      keys: keys of the attention before the merging; their means over the heads are
+        compared by cosine similarity.
+      count: number r of tokens to remove, limited to half of the patches.
+      num_prefix_tokens: number P of prefix tokens, which are not merged.
 
     Returns:
-      The tokens, prefix first, then patches that were not merged into another in their
-      order, then those of the second set; and their sizes.
+      The tokens and their sizes. The prefix tokens come first, then the patches of the
+      first set that were not merged, in their order, then those of the second set.
     """
     P = num_prefix_tokens
     r = min(count, (x.shape[1] - P) // 2)
-    # The first set has the even places of the whole sequence, as in the original code.
+    # The first set has the even indices of the whole sequence, as in the original code.
     first, second = slice(P + P % 2, None, 2), slice(P + 1 - P % 2, None, 2)
     metric = keys.astype(jnp.float32).mean(1)
     metric /= jnp.linalg.norm(metric, axis=-1, keepdims=True)
@@ -109,7 +111,7 @@ def merge(
     def pick(values, places):
         return jnp.take_along_axis(values, places[..., None], axis=1)
 
-    # Weighted sums of features, with the weights as one more feature.
+    # Weighted sums of the features, with the weights as an additional feature.
     weights = sizes[..., None]
     sums = jnp.concatenate([x.astype(jnp.float32) * weights, weights], axis=-1)
     total = sums[:, second] + into @ pick(sums[:, first], merged)
@@ -122,27 +124,27 @@ def merge(
 
 
 class Merged(NamedTuple):
-    """What merged tokens count for, as `pooling.Weights`.
+    """Weights of merged tokens, for `pooling.Weights`.
 
     Attributes:
-      sizes: number of patches in each token; 1 for those before the patches.
+      sizes: number of patches in each token; 1 for prefix tokens.
     """
 
     sizes: Sizes
 
     def means(self, patches: Float[Array, "B M D"]) -> Float[Array, "B D"]:
-        """Returns the mean of tokens behind those of the prefix, each as often as its size."""
+        """Returns the mean of the tokens after the prefix, weighted by their sizes."""
         sizes = self.sizes[:, self.sizes.shape[1] - patches.shape[1] :]
         weights = sizes / sizes.sum(1, keepdims=True)
         return (patches * weights[..., None].astype(patches.dtype)).sum(1)
 
     def logit_bias(self, num_prefix_tokens: int = 0) -> Float[Array, "B 1 1 N"]:
-        """Returns the term of attention logits that counts a token as often as its size."""
+        """Returns the term for attention logits that weights tokens by their sizes."""
         return jnp.log(self.sizes)[:, None, None]
 
 
 class KeyedAttention(MultiHeadAttention):
-    """Attention that returns its keys beside its result."""
+    """Attention that also returns its keys."""
 
     @nn.compact
     def __call__(
@@ -159,7 +161,7 @@ class KeyedAttention(MultiHeadAttention):
 class MergingBlock(Block):
     """A block that merges `config.token_merging` patches between attention and MLP."""
 
-    repeated = False  # Each has fewer tokens.
+    repeated = False  # Each block has fewer tokens than the previous one.
     attention_kind = KeyedAttention
 
     def __call__(
@@ -184,12 +186,12 @@ class MergingEncoder(Encoder):
     def __call__(
         self, x: Float[Array, "B N D"]
     ) -> tuple[Float[Array, "B M D"], Merged]:
-        """Returns the normalised tokens of the last block, and what they count for."""
+        """Returns the normalised tokens of the last block, and their weights."""
         x, inputs = self.begin(x)
         sizes = jnp.ones(x.shape[:2])
         for i, given in enumerate(inputs):
             positions = given.positions
-            if i:  # Before, all sizes are 1.
+            if i:  # All sizes are 1 in the first block.
                 positions = positions._replace(bias=Merged(sizes).logit_bias())
             block = MergingBlock(self.config, name=f"{BLOCK}_{i}")
             x, sizes = block(x, sizes, positions, self.num_prefix_tokens)
@@ -197,7 +199,7 @@ class MergingEncoder(Encoder):
 
 
 class Merging(VisionTransformer):
-    """Merges tokens at inference."""
+    """A Vision Transformer that merges tokens at inference."""
 
     @nn.compact
     def __call__(

@@ -1,7 +1,7 @@
 """MLP-Mixer (arXiv:2105.01601): MLPs across patches and across features in turn.
 
-Parameters are named as in google-research/vision_transformer's files, except the patch
-embedding ("stem" there), which is named as in the other networks here.
+Parameters are named as in the files of google-research/vision_transformer, except for
+the patch embedding, which is "stem" there and has the name of the other networks here.
 Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
 """
 
@@ -25,7 +25,7 @@ from vit_jax.models.variants import overridden, parse_size
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Numbers of one size (arXiv:2105.01601, table 1).
+    """The numbers of a size (arXiv:2105.01601, table 1).
 
     Attributes:
       width: features per patch.
@@ -50,7 +50,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(NetworkConfig):
-    """MLP-Mixers, as `Mixer-B/16`."""
+    """MLP-Mixers such as `Mixer-B/16`."""
 
     names: ClassVar[tuple[str, ...]] = (
         *(f"Mixer-{size}/{patch}" for size in "SBL" for patch in (16, 32)),
@@ -60,7 +60,7 @@ class MixerConfig(NetworkConfig):
     before_blocks = ("embedding",)
     after_blocks = ("pre_head_layer_norm", "head")
 
-    variant: str = key("Mixer-B/16", 'Size and patch, as "Mixer-B/16".')
+    variant: str = key("Mixer-B/16", 'Size and patch size, such as "Mixer-B/16".')
     width: int = key(0, "Features per patch; 0 is the value of the variant.")
     depth: int = key(0, "Number of blocks; 0 is the value of the variant.", below=1_000)
     tokens_mlp_dim: int = key(
@@ -71,13 +71,13 @@ class MixerConfig(NetworkConfig):
     )
     activation: str = key(
         "gelu_tanh",
-        'Activation of the MLPs; the networks of timm have "gelu".',
+        'Activation of the MLPs; timm\'s networks use "gelu".',
         choices=tuple(ACTIVATIONS),
     )
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth: drop rate of the last block; the rates grow linearly from 0 "
-        "at the first block.",
+        "Stochastic depth: drop rate of the last block; the rates increase linearly "
+        "from 0 at the first block.",
         below=1,
         training_only=True,
     )
@@ -89,7 +89,7 @@ class MixerConfig(NetworkConfig):
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, or the keys that replace them."""
+        """The sizes of the variant, overridden by keys that are not 0."""
         return overridden(parse_size(self.variant, "Mixer", SIZES)[0], self)
 
     @property
@@ -115,10 +115,11 @@ class MixerConfig(NetworkConfig):
         old_grid: tuple[int, int],
         grid: tuple[int, int],
     ) -> Mapping:
-        """Returns block-diagonal copies of the token-mixing MLPs (arXiv:2105.01601).
+        """Resizes token-mixing MLPs to block-diagonal copies (arXiv:2105.01601).
 
         A grid with K times as many patches per side is treated as K by K images of the
-        old size, each with a copy of the MLPs; features start as the mean over them.
+        old size, each with a copy of the MLPs; the features are at first the mean over
+        these images.
         """
         if grid == old_grid:
             return params
@@ -128,16 +129,17 @@ class MixerConfig(NetworkConfig):
         if rest or not factor or grid[1] != factor * old_grid[1]:
             raise UserError(
                 f"model.variant={self.variant!r} was trained on {_by(old_grid)} patches "
-                "and can only be resized to a multiple of both sides, not to "
+                "and can only be resized to the same multiple of both sides, not to "
                 f"{_by(grid)}: change data.image_size"
             )
         if self.size.tokens_mlp_dim != copies * hidden:
             raise UserError(
                 f"model.tokens_mlp_dim={self.size.tokens_mlp_dim}: the checkpoint has "
                 f"{hidden} for {_by(old_grid)} patches, and {_by(grid)} patches need "
-                f"{copies} times as many: set it to {copies * hidden}"
+                f"{copies} times as many: set model.tokens_mlp_dim to {copies * hidden}"
             )
-        # The index of each patch's image, (i, j), and the patch's place in it, (y, x).
+        # (i, j) is the index of each patch's image, (y, x) the patch's place in the
+        # image.
         rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
         (i, y), (j, x) = (np.divmod(n, o) for n, o in zip((rows, columns), old_grid))
         order = np.lexsort((x, y, j, i))  # Patches, image after image.
@@ -154,7 +156,7 @@ def _by(grid: tuple[int, int]) -> str:
 
 
 def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
-    """Returns copies of an MLP side by side, with patches in raster order."""
+    """Returns a block-diagonal MLP of copies, with the patches in raster order."""
     first, second = mlp["Dense_0"], mlp["Dense_1"]
     back, identity = np.argsort(order), np.eye(copies, dtype=np.float32)
     return {
@@ -170,9 +172,11 @@ def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
 
 
 class MlpMixer(nn.Module):
-    """An MLP-Mixer; initialisation fixes its number of patches.
+    """An MLP-Mixer; initialisation fixes the number of patches.
 
-    `num_classes` is L, 0 for no classifier.
+    Attributes:
+      config: keys of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: MixerConfig
@@ -186,9 +190,16 @@ class MlpMixer(nn.Module):
         train: bool = False,
         classify: bool = True,
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
-        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
+        """Classifies images.
 
-        Without `classify` it returns the features of the patches, row by row.
+        Args:
+          images: normalised images.
+          train: whether stochastic depth is active.
+          classify: whether to classify; otherwise the features of the patches are
+            returned, row by row.
+
+        Returns:
+          "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
         """
         config, size = self.config, self.config.size
         x = PatchEmbedding(
@@ -218,11 +229,11 @@ class MlpMixer(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """An MLP across patches, then one across features.
+    """An MLP across patches, then an MLP across features.
 
     Attributes:
       tokens_mlp_dim, channels_mlp_dim: hidden units of the two MLPs.
-      activation: activation of both, a key of `layers.ACTIVATIONS`.
+      activation: activation of both MLPs, a key of `layers.ACTIVATIONS`.
       drop_path_rate: fraction of the images that skip each MLP.
       dtype: dtype of the computation.
     """

@@ -1,4 +1,4 @@
-"""Networks by name, as plain functions of parameters, without Flax."""
+"""Networks by name, with plain functions of parameters instead of Flax modules."""
 
 import dataclasses
 import inspect
@@ -20,8 +20,8 @@ from vit_jax.models.variants import CONFIGS
 
 # Images of one size, or of any size.
 Images = jax.Array | np.ndarray | PatchSequences
-# Nested dicts of arrays. A network with running means, as of BatchNorm, has them under
-# STATE.
+# Nested dicts of arrays. Running means of a network, such as those of BatchNorm, are
+# under the name STATE.
 Params = dict
 
 
@@ -30,12 +30,12 @@ class Model:
     """A network without its parameters.
 
     Attributes:
-      config: keys of `config.model`.
-      num_classes: width of the classifier; 0 for none.
+      config: keys of the config section `model`.
+      num_classes: number of classes; 0 for no classifier.
       image_shape: (height, width, channels) of the input.
-      module: Flax module, used inside this package alone.
+      module: Flax module, used only inside this package.
       representations: whether `apply` returns "pre_logits".
-      stateful: whether it has running means, which `apply_and_update` changes.
+      stateful: whether there are running means, which `apply_and_update` updates.
     """
 
     config: NetworkConfig
@@ -47,7 +47,7 @@ class Model:
 
     @property
     def options(self) -> dict:
-        """Arguments of `create` that build this network, defaults included."""
+        """The arguments of `create` for this network, including defaults."""
         return {
             **{
                 name: getattr(self.config, name)
@@ -61,13 +61,13 @@ class Model:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches down and across."""
+        """Numbers of rows and columns of patches."""
         patch = self.config.patch_size
         return tuple(math.ceil(side / patch) for side in self.image_shape[:2])
 
     @property
     def portable_options(self) -> dict:
-        """The options that change results, without those of the machine, as `scan`."""
+        """The options that change results, without those of a machine like `scan`."""
         keys = fields.fields(type(self.config))
         return {
             name: value
@@ -81,9 +81,9 @@ class Model:
         return len(self.config.prefix_tokens)
 
     def init(self, key: jax.Array) -> Params:
-        """Draws initial parameters, a nested dict of float32 arrays.
+        """Returns random initial parameters, a nested dict of float32 arrays.
 
-        A scan has the same values, stacked.
+        With a scan the values are the same, but stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
         variables = self.module.init(key, images)
@@ -111,19 +111,19 @@ class Model:
     ) -> dict[str, jax.Array]:
         """Classifies images.
 
-        It computes in `config.dtype`, to which parameters and images of another dtype are
-        cast; a warning says where that gives them more bits than they have.
+        Parameters and images are cast to the dtype of the computation, `config.dtype`.
+        A warning is logged if this dtype has more bits than theirs.
 
         Args:
           params: parameters, see `init`.
-          images: (batch, height, width, channels), normalised floats; or sequences of
-            patches, see patches.py, unless the config has `no_sequences`.
+          images: normalised images, float (batch, height, width, channels); or
+            sequences of patches, see patches.py, unless `config.no_sequences` is set.
           train: whether dropout and stochastic depth are active.
           key: random key, needed with `train`.
 
         Returns:
-          "logits" (batch, num_classes), unless `num_classes` is 0, and "pre_logits"
-          (batch, width) if `representations`, float32.
+          A dict of float32 arrays: "logits" (batch, num_classes), unless `num_classes`
+          is 0, and "pre_logits" (batch, width) if `representations` is True.
         """
         _warn_of_fewer_bits(self.config.dtype, params, images)
         rngs = {"dropout": key} if train else None
@@ -141,8 +141,8 @@ class Model:
           params, images, key: see `apply`.
 
         Returns:
-          The outputs of `apply`, and the new value of `params[STATE]`; {} unless
-          `stateful`.
+          The outputs of `apply`, and the new value of `params[STATE]`, which is {}
+          unless the network is `stateful`.
         """
         if not self.stateful:
             return self.apply(params, images, train=True, key=key), {}
@@ -156,11 +156,11 @@ class Model:
         return outputs, changed[STATE]
 
     def reader(self, images: Images) -> nn.Module:
-        """Returns the module that takes these images, see `NetworkConfig.reader`."""
+        """Returns the module for these images, see `NetworkConfig.reader`."""
         return self.config.reader(self.module, images)
 
     def variables(self, params: Params) -> dict[str, Params]:
-        """Returns the variable collections of Flax."""
+        """Returns the parameters as variable collections of Flax."""
         if not self.stateful:
             return {"params": params}
         rest = {name: value for name, value in params.items() if name != STATE}
@@ -180,14 +180,15 @@ class Model:
 
         Args:
           params, images, train, key: see `apply`.
-          edit_patches: function of the patch embeddings (batch, patches, width), applied
-            before positions are added.
-          visible: indices (batch, V) of the patches that the encoder gets; None for all.
-            It needs `has_encoder`, and positions at the stem alone.
+          edit_patches: function that changes the patch embeddings (batch, patches,
+            width) before positions are added.
+          visible: indices (batch, V) of the patches that the encoder processes; None
+            for all patches. It needs `config.has_encoder`, and positions at the stem
+            only.
 
         Returns:
-          (batch, prefix tokens + patches, width); of a network that merges patches, the
-          patches of the last stage.
+          Tokens (batch, prefix tokens + patches, width). A network that merges patches
+          returns the patches of the last stage.
         """
         _warn_of_fewer_bits(self.config.dtype, params, images)
         given = {"visible": visible, "edit_patches": edit_patches}
@@ -203,7 +204,7 @@ class Model:
 
     @property
     def has_patch_features(self) -> bool:
-        """Whether there are `patch_features`; a user's network may have none."""
+        """Whether `patch_features` is supported, which a user's network may not do."""
         return "classify" in inspect.signature(type(self.module).__call__).parameters
 
     def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
@@ -212,7 +213,7 @@ class Model:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of `layer_features`; 1 if only the last features are known."""
+        """Number of layers of `layer_features`; 1 if it has only the last features."""
         return max(1, self.config.num_layers)
 
     def layer_features(
@@ -229,30 +230,32 @@ class Model:
         """Returns features after layers, the same as timm's `forward_intermediates`.
 
         Layers are the blocks of a Vision Transformer, a hybrid or a Mixer, the pairs of
-        blocks of an Axial-ViT, the stages of a Swin Transformer before patches are merged,
-        and of a ResNet the first convolution (0), before its pooling, and the stages. In a
-        jitted function XLA drops what no chosen layer needs.
+        blocks of an Axial-ViT, and the stages of a Swin Transformer before patches are
+        merged. Layer 0 of a ResNet is the first convolution, before its pooling; the
+        next layers are its stages. In a jitted function XLA removes computations that
+        the chosen layers do not need.
 
         Args:
           params, images: see `apply`.
-          layers: numbers from 0, or negative ones counted from the last.
-          norm: whether to apply the network's final norm; that of Swin Transformers and
-            ResNets fits the last layer alone.
-          tokens: "patches", "prefix" (class token and registers), "all" of both, or
-            "pooled": one vector per image, the class token or the mean of the patches, as
-            the classifier pools them (the mean for attention pooling), before
-            `representation_layer`.
-          reshape: whether patches stand in their grid.
-          key: random key of dropout and stochastic depth, for training; None for neither.
+          layers: numbers of layers from 0; negative numbers count from the last layer.
+          norm: whether to apply the network's final norm. For Swin Transformers and
+            ResNets it is applied to the last layer only.
+          tokens: "patches", "prefix" (class token and registers), "all" (both), or
+            "pooled", one vector per image before `representation_layer`: the class
+            token or the mean of the patches, as for the classifier, and the mean for
+            attention pooling.
+          reshape: whether patches are returned as a grid of rows and columns.
+          key: random key of dropout and stochastic depth; None turns both off.
 
         Returns:
-          For each layer float32 (batch, rows, columns, width) for "patches", without
-          `reshape` (batch, patches, width); (batch, tokens, width) for "prefix" and "all";
-          and (batch, width) for "pooled".
+          A float32 array for each layer. With tokens="patches" its shape is (batch,
+          rows, columns, width), or (batch, patches, width) without `reshape`; with
+          "prefix" and "all" it is (batch, tokens, width), and with "pooled" (batch,
+          width).
 
         Raises:
-          UserError: the network does not have such a layer or prefix tokens, or the module
-            of a user's network does not take `classify`.
+          UserError: the network does not have the layer or prefix tokens, or the module
+            of a user's network does not have the argument `classify`.
         """
         _warn_of_fewer_bits(self.config.dtype, params, images)
         return layer_features.compute(
@@ -270,29 +273,29 @@ class Model:
         """Builds the same network for images of another height and width.
 
         Raises:
-          UserError: a side is not a multiple of the patch.
+          UserError: height or width is not a multiple of the patch size.
         """
         return build(self.config, self.num_classes, image_size, self.image_shape[2])
 
     def replace(self, **keys: object) -> "Model":
-        """Builds the same network with other values of keys of its config."""
+        """Builds the same network with different values for keys of its config."""
         config = dataclasses.replace(self.config, **keys)
         return build(
             config, self.num_classes, self.image_shape[:2], self.image_shape[2]
         )
 
     def resize(self, params: Params, source: "Model") -> Params:
-        """Resizes parameters of another image size to this network's grid.
+        """Resizes parameters for another image size to this network's grid.
 
-        It can be traced and differentiated.
+        The function can be traced and differentiated.
 
         Args:
           params: parameters of `source`.
-          source: network that may have another grid; parameters of another config class
-            are returned unchanged.
+          source: network with another grid. If its config has another class, the
+            parameters are returned unchanged.
 
         Raises:
-          UserError: the network has no parameters for that grid.
+          UserError: the parameters cannot be resized to this grid.
         """
         if type(self.config) is not type(source.config):
             return params
@@ -302,13 +305,13 @@ class Model:
         """Checks that the parameters can be resized to another image size.
 
         Raises:
-          UserError: the network has parameters for one image size alone.
+          UserError: the parameters only fit one image size.
         """
         resized = jax.eval_shape(lambda params: other.resize(params, self), self.shapes)
         if resized != other.shapes:
             raise UserError(
-                f"model.variant={self.options['variant']!r} has parameters for one image "
-                "size alone: choose another variant"
+                f"model.variant={self.options['variant']!r} cannot be resized to another "
+                "image size: choose another variant"
             )
 
 
@@ -320,8 +323,8 @@ def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:
                 given.itemsize < jnp.dtype(dtype).itemsize
             ):
                 warnings.warn(
-                    f"{name} of {given}: the network computes in {dtype}, its dtype; "
-                    f"build it with dtype={given.name!r} to compute in that "
+                    f"{name} are {given}, but the network computes in {dtype}; "
+                    f"to compute in {given}, build it with dtype={given.name!r} "
                     "(create_model, load_model)",
                     stacklevel=3,
                 )
@@ -333,8 +336,8 @@ def build(
     """Builds a network from its config; see `network.build`.
 
     Args:
-      config: output of `network.read`.
-      num_classes: width of the classifier; 0 for none.
+      config: result of `network.read`.
+      num_classes: number of classes; 0 for no classifier.
       image_size: height and width of the input in pixels.
       channels: number of channels of the input.
     """
@@ -347,7 +350,7 @@ def build(
     )
 
 
-# The dataclass of `config.model`, chosen by the variant.
+# The dataclass of the config section `model`, chosen by the variant.
 VARIANTS = fields.Choice(
     types=CONFIGS,
     default="B/16",
@@ -369,18 +372,18 @@ def create(
     """Builds a network by name.
 
     Args:
-      variant: published variant, as "B/16", "R50+B/16" or "R50x1", see `names`; or
-        "module:Config", a `NetworkConfig` of a user's module.
-      num_classes: width of the classifier; 0 for none.
+      variant: published variant, such as "B/16", "R50+B/16" or "R50x1", see `names`; or
+        "module:Config", a `NetworkConfig` in a user's module.
+      num_classes: number of classes; 0 for no classifier.
       image_size: height and width of the input in pixels.
       channels: number of channels of the input.
       platform: "cpu", "gpu" or "tpu"; "" is JAX's default backend.
-      **options: keys of the network's config, see `varied.VariedConfig`. `width`, `depth`
-        and the like replace the variant's numbers unless 0 or (0,).
+      **options: keys of the network's config, see `varied.VariedConfig`. Sizes such as
+        `width` and `depth` replace those of the variant unless they are 0 or (0,).
 
     Raises:
-      UserError: variant or option is unknown, an image side is not a multiple of the
-        patch, or options contradict each other.
+      UserError: variant or option is unknown, the height or width of images is not a
+        multiple of the patch size, or options contradict each other.
     """
     kind = VARIANTS.find(variant, "model")
     config = network.read(kind, {"variant": variant, **options})
@@ -389,12 +392,12 @@ def create(
 
 
 def names() -> tuple[str, ...]:
-    """Returns every published variant."""
+    """Returns the names of all published variants."""
     return variants.NAMES + sum((k.names for k in CONFIGS.values()), ())
 
 
 def side_multiple(variant: str) -> int:
-    """Returns the number that image sides must be multiples of.
+    """Returns the number that image height and width must be multiples of.
 
     Raises:
       UserError: the variant is unknown.

@@ -1,4 +1,4 @@
-"""The protocol of a network: a config dataclass that builds a Flax module."""
+"""The interface of a network: a config dataclass that builds a Flax module."""
 
 import dataclasses
 import functools
@@ -15,32 +15,36 @@ from vit_jax.models import positions, stacking
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import FORMER_KEYS, ModelConfig
 
-STATE = "batch_stats"  # Flax's collection of running means, and their name in `Params`.
-# Arguments of `models.create` beside the keys of a network.
+# Name of running means in Flax's collections and in `Params`.
+STATE = "batch_stats"
+# Arguments of `models.create` that are not keys of a network.
 _OF_CREATE = {"num_classes", "image_size", "channels", "platform"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig(ModelConfig):
-    """Base of the keys of `config.model`.
+    """Base class of the config section `model`.
 
     A subclass may replace each attribute by a key, a constant or a property.
 
     Attributes:
       patch_size: side of a token in pixels.
-      side_multiple: number that image sides are multiples of; None is `patch_size`.
-      encoder_stride: side in pixels of the tokens that the module returns if called with
-        `classify=False` and `edit_patches`, see `Model.encode`; 0 if it takes neither.
-      no_sequences: why the module does not take images as sequences of patches
-        (patches.py), for messages; "" if it does.
-      has_encoder: whether it is a Vision Transformer, see intermediates.py.
+      side_multiple: number that image height and width must be multiples of; None is
+        `patch_size`.
+      encoder_stride: side in pixels of the tokens that the module returns with the
+        arguments `classify=False` and `edit_patches`, see `Model.encode`; 0 if it does
+        not have these arguments.
+      no_sequences: reason why the module does not support images as sequences of
+        patches (patches.py), for messages; "" if it does.
+      has_encoder: whether the network is a Vision Transformer, see intermediates.py.
       stacked: whether parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before the patches.
       num_blocks: number of blocks that `layer_of` distinguishes.
       num_layers: number of layers whose features the module keeps, see
-        layer_features.py; 0 if it keeps none.
-      before_blocks, after_blocks: first names of parameters before and after all blocks.
-      model_axes: pairs of a regular expression of parameter paths and the mesh axes of
+        layer_features.py; 0 if it does not keep features.
+      before_blocks, after_blocks: first parts of the paths of parameters before and
+        after all blocks.
+      model_axes: pairs of a regular expression for parameter paths and the mesh axes of
         the leading dimensions of these parameters, for sharding over "model".
       names: published variants.
     """
@@ -60,46 +64,48 @@ class NetworkConfig(ModelConfig):
 
     @property
     def no_sequences(self) -> str:
-        return f"model.variant={self.variant!r}, whose tokens are not separate patches"
+        return f"model.variant={self.variant!r} does not embed patches separately"
 
     def sized(self) -> "NetworkConfig":
-        """Returns the config whose keys that are 0 have the variant's numbers instead."""
+        """Returns the config with keys that are 0 replaced by the variant's values."""
         return self
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         """Builds the network.
 
         Args:
-          num_classes: width of the classifier; 0 for none.
+          num_classes: number of classes; 0 for no classifier.
           image_shape: (height, width, channels) of the input.
 
         Returns:
-          A Flax module, called as `module(images, train=...)` with images (B, height,
-          width, channels), normalised, in the dtype of the config. If `train`, it may
-          use the rng "dropout" and change the collection "batch_stats", its only state.
-          It returns a dict, float32: "logits" (B, num_classes), unless `num_classes` is
-          0, from a `Dense` named "head"; and "pre_logits" (B, width), the features for
-          few-shot, k-NN and linear evaluations, optional if there are classes.
+          A Flax module, called as `module(images, train=...)` with normalised images
+          (B, height, width, channels) in the dtype of the config. If `train` is True,
+          it may use the rng "dropout" and change the collection "batch_stats", its only
+          state.
+          It returns a dict of float32 arrays: "logits" (B, num_classes), unless
+          `num_classes` is 0, from a `Dense` named "head"; and "pre_logits" (B, width),
+          the features for few-shot, k-NN and linear evaluations, which are optional if
+          there are classes.
         """
         raise NotImplementedError(
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
         )
 
     def reader(self, module: nn.Module, images: Any) -> nn.Module:
-        """Returns the module that takes these images, with the parameters of `module`.
+        """Returns the module for these images, which has the parameters of `module`.
 
         Args:
-          module: output of `build`.
+          module: result of `build`.
           images: an array, or images of any size (patches.py).
 
         Raises:
-          UserError: the network does not take images of any size.
+          UserError: the network does not support images of any size.
         """
         if hasattr(images, "shape"):
             return module
         raise UserError(
-            f"images of any size with {self.no_sequences}: change it, or give images of "
-            "one size"
+            f"images of any size are not supported with {self.no_sequences}: change it, "
+            "or use images of one size"
         )
 
     def check_rows(self, rows: int, devices: int, platform: str) -> str:
@@ -107,15 +113,15 @@ class NetworkConfig(ModelConfig):
 
         Args:
           rows: number of images, or of views of images.
-          devices: number of devices that share them.
+          devices: number of devices that the rows are split over.
           platform: platform of the devices.
 
         Returns:
-          What is computed otherwise than the config asks for, as "..., so no branch is
-          dropped", for a line about these rows; "" if nothing is.
+          Note about a setting that cannot be applied to this number of rows, which
+          continues a line about them: "... does not divide them"; "" if there is none.
 
         Raises:
-          UserError: the devices cannot share them.
+          UserError: the rows cannot be split over the devices.
         """
         return ""
 
@@ -127,12 +133,12 @@ class NetworkConfig(ModelConfig):
             "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel".
 
         Returns:
-          0 before the blocks, positions included; i + 1 for block i, and for inputs added
-          before or within it; `num_blocks + 1` after the blocks. A range for a parameter
-          with a leading axis of blocks.
+          0 for parameters before the blocks, including positions; i + 1 for block i,
+          and for inputs added before or within it; `num_blocks + 1` for parameters
+          after the blocks. For a parameter with a leading axis of blocks, a range.
 
         Raises:
-          UserError: the network has no such parameter.
+          UserError: no layer rule matches the parameter.
         """
         name = path.partition("/")[0]
         if name in self.before_blocks:
@@ -140,8 +146,8 @@ class NetworkConfig(ModelConfig):
         if name in self.after_blocks:
             return self.num_blocks + 1
         raise UserError(
-            f"optim.layer_decay: {path} belongs to no layer of model.variant="
-            f"{self.variant!r}: set it to 0"
+            f"optim.layer_decay: no layer of model.variant={self.variant!r} contains "
+            f"{path}: set optim.layer_decay to 0"
         )
 
     def resize(
@@ -154,36 +160,36 @@ class NetworkConfig(ModelConfig):
         """Resizes parameters for images of another size.
 
         By default position embeddings with the names of models/positions are resized,
-        and all other parameters stay unchanged.
+        and all other parameters are returned unchanged.
 
         Args:
           params: parameters of the network of `source`, a nested dict of arrays.
-          source: config of this class, with which `params` were trained.
-          old_grid: patches down and across of `source`, of `patch_size`.
-          grid: patches down and across of this config.
+          source: config that `params` were trained with, of the same class.
+          old_grid: rows and columns of patches of `source`.
+          grid: rows and columns of patches of this network.
 
         Raises:
-          UserError: parameters cannot be resized to that grid.
+          UserError: the parameters cannot be resized to this grid.
         """
         return positions.resize(params, old_grid, grid)
 
     def pool_layer(self, params: Mapping, x: jax.Array, *, norm: bool) -> jax.Array:
-        """Returns one vector per image of the features of a layer, by default their mean.
+        """Pools the features of a layer to one vector per image, by default their mean.
 
         Args:
           params: parameters of the network.
-          x: features of `Model.layer_features`, (B, tokens, width), prefix tokens
-            included, or (B, rows, columns, width), float32.
-          norm: whether a norm after the pooling is applied.
+          x: features of `Model.layer_features`, float32: (B, tokens, width), including
+            prefix tokens, or (B, rows, columns, width).
+          norm: whether to apply a norm after the pooling.
         """
         return x.reshape(len(x), -1, x.shape[-1]).mean(1)
 
     def check_grid(self) -> None:
-        """Raises UserError if the tokens of the encoder do not stand in a grid."""
+        """Raises UserError if the tokens of the encoder are not a grid of patches."""
 
     @property
     def has_windows(self) -> bool:
-        """Whether there is `window_attention`."""
+        """Whether the network supports `window_attention`."""
         return type(self).window_attention is not NetworkConfig.window_attention
 
     def window_attention(
@@ -192,12 +198,12 @@ class NetworkConfig(ModelConfig):
         """Returns attention within windows; only networks with windows define it.
 
         Args:
-          module: output of `build`.
+          module: result of `build`.
           params: parameters of the module.
-          images: (B, height, width, channels), normalised.
+          images: normalised images (B, height, width, channels).
 
         Returns:
-          The module's outputs, and the attention of each block.
+          The outputs of the module, and the attention of each block.
         """
         raise NotImplementedError(f"{type(self).__name__} has no attention in windows")
 
@@ -211,14 +217,15 @@ class NetworkConfig(ModelConfig):
 class BlockWindows:
     """Attention of a block within its windows.
 
-    B images, W windows of M patches, H heads.
+    Letters: B images, W windows of M patches, H heads.
 
     Attributes:
       stage, block: index of the stage, and of the block within the stage.
       shifted: whether the windows are shifted.
-      grid: patches of this stage, down and across.
-      patches: (W, M), indices in the grid of the patches of a window; -1 is padding.
-      weights: (B, W, H, M, M), attention of each patch over all, of sum 1.
+      grid: rows and columns of patches of this stage.
+      patches: indices in the grid of the patches of each window, (W, M); -1 is padding.
+      weights: attention weights of each patch over the patches of its window, (B, W, H,
+        M, M), which sum to 1.
     """
 
     stage: int
@@ -230,15 +237,15 @@ class BlockWindows:
 
 
 def read(kind: type[NetworkConfig], given: Mapping[str, object]) -> NetworkConfig:
-    """Builds the config of a network, with its variant's numbers.
+    """Builds the config of a network, with the sizes of its variant.
 
     Args:
       kind: dataclass of the config.
-      given: `variant` and other keys. Keys that have no effect beside the others, as
-        `class_token` with `pool="token"`, are ignored.
+      given: `variant` and other keys. Keys without an effect in combination with the
+        others, such as `class_token` with `pool="token"`, are ignored.
 
     Raises:
-      UserError: a key is unknown, or a value out of its bounds.
+      UserError: a key is unknown, or a value is out of bounds.
     """
     known = fields.fields(kind)
     values = fields.defaults(kind) | given
@@ -257,39 +264,39 @@ def build(
     """Builds a network; a user's network is also traced and checked.
 
     Args:
-      config: output of `read`.
-      num_classes: width of the classifier; 0 for none.
+      config: result of `read`.
+      num_classes: number of classes; 0 for no classifier.
       image_shape: (height, width, channels) of the input.
 
     Returns:
       The module, whether it returns "pre_logits", and whether it has running means.
 
     Raises:
-      UserError: an image side is not a multiple of the patch, or a user's network raises
-        or breaks the contract of `NetworkConfig.build`.
+      UserError: the height or width of images is not a multiple of the patch size, or a
+        user's network raises an error or violates `NetworkConfig.build`.
     """
     variant = config.variant
     multiple = config.side_multiple or config.patch_size
     for side, pixels in zip(("height", "width"), image_shape):
         if pixels % multiple:
             raise UserError(
-                f"image {side} {pixels} is not a multiple of the patch {multiple} of "
-                f"{variant}: set data.image_size to one, such as "
+                f"image {side} {pixels} is not a multiple of the patch size {multiple} of "
+                f"{variant}: set data.image_size to a multiple, such as "
                 f"{max(1, round(pixels / multiple)) * multiple}"
             )
     if not fields.is_custom(variant):
         return config.build(num_classes, image_shape), True, False
     if taken := _OF_CREATE & {*fields.fields(type(config))}:
         raise UserError(
-            f"model.variant={variant!r} has a key {min(taken)!r}, which "
-            "`models.create` takes for every network: rename the key"
+            f"model.variant={variant!r} has a key {min(taken)!r}, which is an argument of "
+            "`models.create` for every network: rename the key"
         )
     with fields.guarded(f"model.variant={variant!r}"):
         module = config.build(num_classes, image_shape)
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"model.variant={variant!r}: its `build` returned {module!r}: return a Flax "
-            "module (flax.linen.Module)"
+            f"model.variant={variant!r}: `build` returned {module!r}: return a Flax module "
+            "(flax.linen.Module)"
         )
     with fields.guarded(f"model.variant={variant!r}"):
         how = config.dtype, variant, config.stacked
@@ -304,12 +311,12 @@ def shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
 
 
 def trace_once(call: Callable, args: tuple, kwargs: dict, context) -> object:
-    """Calls modules with `repeated = True` through a cached `jit`: a Flax interceptor.
+    """Flax interceptor that calls modules with `repeated = True` by a cached `jit`.
 
-    Equal blocks share one trace; tracing 40 blocks takes seconds.
+    Equal blocks share one trace, because tracing 40 blocks takes seconds.
     """
     module = context.module
-    # A unit without a path is at the root, which is the case inside the jit.
+    # Inside the jit the module is the root, without a path.
     if context.method_name != "__call__" or not module.path or kwargs.get("train"):
         return call(*args, **kwargs)
     if not getattr(module, "repeated", False):
@@ -340,9 +347,10 @@ def _check(
     """Traces a user's network and returns the names of its outputs.
 
     Raises:
-      UserError: it has state beside running means, other outputs, or no Dense "head".
+      UserError: the network has state besides running means, has invalid outputs, or
+        does not have a Dense layer "head".
     """
-    prefix = f"model.variant={variant!r}: its module"
+    prefix = f"model.variant={variant!r}: the module of the network"
     variables = shapes(module, image_shape)
     if others := sorted(variables.keys() - {"params", STATE}):
         raise UserError(
@@ -350,7 +358,7 @@ def _check(
             f"collection {STATE!r}, as flax.linen.BatchNorm does"
         )
     if "params" not in variables:
-        raise UserError(f"{prefix} has no parameters: there is nothing to train")
+        raise UserError(f"{prefix} has no parameters to train: add a layer")
 
     def apply(variables, images, key):
         rngs, changes = {"dropout": key}, [STATE]

@@ -1,6 +1,6 @@
-"""Patch dropout: training leaves random patches out (arXiv:2208.07220).
+"""Patch dropout: training drops random patches (arXiv:2208.07220).
 
-Letters: B images, N tokens, M patches, V of them that are kept, D model width.
+Letters: B images, N tokens, M patches, V patches that are kept, D model width.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from vit_jax.models.vit_config import ViTConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchDropoutConfig(ViTConfig):
-    """A Vision Transformer whose training may leave patches out."""
+    """A Vision Transformer with optional patch dropout in training."""
 
     patch_dropout: float = key(
         0.0,
-        "Fraction of the patches that training drops after positions are added, "
-        "different ones for each image.",
+        "Fraction of the patches that training drops at random in each image, after "
+        "positions are added.",
         reason="faster training (PatchDropout, arXiv:2208.07220)",
         below=1,
         training_only=True,
@@ -37,13 +37,13 @@ class PatchDropoutConfig(ViTConfig):
         super().check()
         if self.patch_dropout and self.relative:  # Positions of pairs need all patches.
             raise UserError(
-                f"model.patch_dropout={self.patch_dropout} with {self.relative}, which is "
-                "of all patches: set model.patch_dropout to 0"
+                f"model.patch_dropout={self.patch_dropout} with {self.relative}, which "
+                "needs all patches: set model.patch_dropout to 0"
             )
 
 
 class PatchDropout(VisionTransformer):
-    """Leaves the fraction `config.patch_dropout` of the patches out of training."""
+    """A Vision Transformer that drops a fraction of the patches in training."""
 
     def encode(
         self,
@@ -63,7 +63,7 @@ class PatchDropout(VisionTransformer):
 def draw(
     images: int, patches: int, fraction: float, key: Key[Array, ""]
 ) -> Int[Array, "B V"]:
-    """Draws the patches of each image that are kept, at least one, in random order."""
+    """Draws the patches to keep in each image, at least one, in random order."""
     kept = max(1, round(patches * (1 - fraction)))
     noise = jax.random.uniform(key, (images, patches))
     return jnp.argsort(noise, axis=1)[:, :kept]

@@ -1,12 +1,12 @@
 """Images of any size and shape, as sequences of patches (NaViT, arXiv:2307.06304).
 
-A sequence has room for N patches: those of one image, row by row, or of K images, one after
-the other ("packed"), and then padding. A network takes `PatchSequences` wherever it takes
-images, and its outputs have a row for each image: the K of the first sequence, then those of
-the second.
+A sequence has N places. They contain the patches of one image, row by row, or of K
+images one after the other ("packed"), followed by padding. Networks accept
+`PatchSequences` in place of images; their outputs then have a row for each image, first
+for the K images of the first sequence, then for those of the second, and so on.
 
-Letters: B sequences, K images of a sequence, N patches, V of them that are left, S side of a
-patch in pixels, C channels, D features.
+Letters: B sequences, K images per sequence, N patches, V patches that are kept, S side
+of a patch in pixels, C channels, D features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ class PatchSequences(NamedTuple):
     """A batch of sequences of patches.
 
     Attributes:
-      pixels: patches one below the other.
-      grids: rows and columns of patches of each image; (0, 0) for an image that is missing.
+      pixels: pixels of the patches, stacked vertically.
+      grids: rows and columns of patches of each image; (0, 0) for a missing image.
     """
 
     pixels: Float[Array, "B NS S C"]
@@ -35,11 +35,11 @@ class PatchSequences(NamedTuple):
         return self.pixels.shape[2]
 
     def astype(self, dtype: str) -> "PatchSequences":
-        """Returns the sequences with pixels of another type."""
+        """Returns the sequences with pixels of another dtype."""
         return self._replace(pixels=self.pixels.astype(dtype))
 
     def places(self) -> "Places":
-        """Returns where each patch belongs."""
+        """Returns the image and the place in its grid for each patch."""
         grids = self.grids.astype(jnp.int32)
         counts = grids.prod(-1)
         ends = jnp.cumsum(counts, axis=1)
@@ -48,13 +48,13 @@ class PatchSequences(NamedTuple):
         K = grids.shape[1]
         image_index = jnp.minimum(image, K - 1)
         start = jnp.take_along_axis(ends - counts, image_index, axis=1)
-        # The places of padding do not matter: no result depends on them.
+        # Results do not depend on the places of padding.
         sides = jnp.maximum(
             1, jnp.take_along_axis(grids, image_index[..., None], axis=1)
         )
         index = jnp.where(image < K, n[None] - start, 0)
         columns = sides[..., 1]
-        # Not `//` and `%`, which jax2onnx refuses for any number of sequences.
+        # jax2onnx does not support `//` and `%` for a variable number of sequences.
         row = jax.lax.div(index, columns)
         place = jnp.stack([row, index - row * columns], axis=-1)
         return Places(image, place, sides, K)
@@ -63,26 +63,26 @@ class PatchSequences(NamedTuple):
 def of_batch(
     batch: Mapping[str, Array], pixels: Float[Array, "B Y X C"]
 ) -> Float[Array, "B Y X C"] | PatchSequences:
-    """Returns what a network takes of a batch: sequences if it has "grids", or the pixels."""
+    """Returns the input of a network: sequences if a batch has "grids", else pixels."""
     return PatchSequences(pixels, batch["grids"]) if "grids" in batch else pixels
 
 
 def map_pixels(
     function: Callable[[Array], Array], images: Array | np.ndarray | PatchSequences
 ):
-    """Returns images, or sequences, whose pixels a function changed."""
+    """Applies a function to the pixels of images or sequences."""
     if isinstance(images, PatchSequences):
         return images._replace(pixels=function(images.pixels))
     return function(images)
 
 
 def stack(images: Sequence[np.ndarray | PatchSequences]) -> np.ndarray | PatchSequences:
-    """Returns a batch of images in host memory, or of sequences."""
+    """Stacks images, or sequences, to a batch in host memory."""
     return jax.tree.map(lambda *rows: np.stack(rows), *images)
 
 
 def to_images(sequences: PatchSequences) -> list[np.ndarray]:
-    """Returns the images of sequences in host memory, (height, width, C) each, in order."""
+    """Returns the images of sequences in order, NumPy arrays (height, width, C)."""
     images, side = [], sequences.patch_size
     for strip, grids in zip(*map(np.asarray, sequences), strict=True):
         start = 0
@@ -97,7 +97,7 @@ def to_images(sequences: PatchSequences) -> list[np.ndarray]:
 
 
 def pad_batch(images: np.ndarray | PatchSequences, rows: int):
-    """Returns a batch in host memory with rows of zeros at its end."""
+    """Pads a batch in host memory with rows of zeros to a number of rows."""
 
     def pad(x):
         return np.pad(x, ((0, rows - len(x)), *((0, 0),) * (x.ndim - 1)))
@@ -111,13 +111,13 @@ def rows_of(images: Array | np.ndarray | PatchSequences) -> int:
 
 
 class Places(NamedTuple):
-    """Where the patches of sequences belong.
+    """The places of patches in the images of their sequences.
 
     Attributes:
-      image: number of the image of each patch in its sequence; K or more is padding.
+      image: index of the image of each patch in its sequence; K or more is padding.
       place: row and column of each patch in the grid of its image.
-      sides: rows and columns of this grid, at least 1.
-      num_images: K.
+      sides: rows and columns of the grid of this image, at least 1.
+      num_images: number K of images per sequence.
     """
 
     image: Int[Array, "B N"]
@@ -127,7 +127,7 @@ class Places(NamedTuple):
 
     @property
     def valid(self) -> Bool[Array, "B N"]:
-        """Whether a patch is of an image."""
+        """Whether a patch belongs to an image and is not padding."""
         return self.image < self.num_images
 
     def means(self, x: Float[Array, "B N D"]) -> Float[Array, "BK D"]:
@@ -138,15 +138,15 @@ class Places(NamedTuple):
         return (sums / counts).astype(x.dtype).reshape(-1, x.shape[-1])
 
     def logit_bias(self, num_prefix_tokens: int) -> Float[Array, "B 1 K PN"]:
-        """Returns the term of attention logits that masks the patches of other images."""
+        """Returns the term for attention logits that masks patches of other images."""
         owned = jnp.swapaxes(self._one_hot(jnp.bool_), 1, 2)
         bias = jnp.where(owned, 0.0, jnp.finfo(jnp.float32).min)[:, None]
         return jnp.pad(bias, ((0, 0),) * 3 + ((num_prefix_tokens, 0),))
 
     def mask(self, num_prefix_tokens: int) -> dict[str, Array]:
-        """Returns the fields of `attention.Positions` that keep images apart.
+        """Returns the fields of `attention.Positions` that separate images.
 
-        They keep padding out, too. Several images in a sequence have no prefix tokens.
+        They also mask padding. Sequences of several images do not have prefix tokens.
         """
         if self.num_images > 1:
             return {"segments": self.image}
@@ -154,7 +154,12 @@ class Places(NamedTuple):
         return {"lengths": jnp.maximum(1, lengths)}
 
     def take(self, visible: Int[Array, "B V"], kept: Int[Array, " B"]) -> "Places":
-        """Returns the places of some patches; those after the first `kept` are padding."""
+        """Returns the places of the patches that `visible` selects.
+
+        Args:
+          visible: indices of the patches.
+          kept: number of selected patches that are used; later ones become padding.
+        """
         image = jnp.take_along_axis(self.image, visible, axis=1)
         beyond = jnp.arange(visible.shape[1])[None] >= kept[:, None]
         place, sides = (
@@ -165,7 +170,7 @@ class Places(NamedTuple):
         return Places(image, place, sides, self.num_images)
 
     def _one_hot(self, dtype) -> Array:
-        # Not jax.nn.one_hot, which ONNX Runtime does not have for bools.
+        # ONNX Runtime does not support jax.nn.one_hot for bools.
         is_of_image = self.image[..., None] == jnp.arange(self.num_images)[None, None]
         return is_of_image.astype(dtype)
 
@@ -177,21 +182,22 @@ def draw(
 
     Args:
       places: places of all patches.
-      fraction: part of the patches of each image that is left out; at least one stays.
+      fraction: fraction of the patches of each image to drop; at least one is kept.
       key: random key.
 
     Returns:
-      Indices, in random order, those that are left out last; and how many are kept.
+      Indices of patches, in random order, with dropped patches last; and the number of
+      patches that are kept in each sequence.
     """
     B, N = places.image.shape
     K = places.num_images
     noise = jax.random.uniform(key, (B, N))
     same = places.image[:, :, None] == places.image[:, None]
-    # Rank of a patch among those of its image.
+    # Rank of a patch among the patches of its image.
     rank = (same & (noise[:, None] < noise[:, :, None])).sum(-1)
     left = jnp.maximum(1, jnp.round(same.sum(-1) * (1 - fraction)))
     kept = places.valid & (rank < left)
     order = jnp.argsort(jnp.where(kept, noise, 2.0), axis=1)
-    # Rounding up may keep one more of each image.
+    # Because of rounding, one more patch of each image may be kept.
     most = min(N, max(1, round(N * (1 - fraction))) + K - 1)
     return order[:, :most], jnp.maximum(1, kept.sum(1))

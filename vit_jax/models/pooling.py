@@ -1,7 +1,7 @@
-"""How the tokens of an encoder become the input of the classifier, one function each.
+"""Pooling functions from the tokens of an encoder to the input of the classifier.
 
-Letters: B images, N tokens, P of them before the patches, M patches, D model width, F
-features of the result.
+Letters: B images, N tokens, P prefix tokens, M patches, D model width, F features of
+the result.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention
 
 @runtime_checkable
 class Weights(Protocol):
-    """Weights of patches in a pooling, where they are not all equal."""
+    """Weights of patches in a pooling, if they are not equal."""
 
     def means(self, patches: Float[Array, "B M D"]) -> Float[Array, "K D"]:
         """Returns the mean of the patches of each image."""
 
     def logit_bias(self, num_prefix_tokens: int) -> Float[Array, "B 1 _ N"]:
-        """Returns a term of attention logits that makes tokens count as they should."""
+        """Returns the term for attention logits that weights the tokens."""
 
 
 def class_token(config, x, weights=None):
@@ -38,13 +38,13 @@ def mean(config, x, weights=None):
 
 
 def class_token_and_mean(config, x, weights=None):
-    """Returns both, (B, 2 D)."""
+    """Returns class token and mean of the patches, concatenated, (B, 2 D)."""
     both = class_token(config, x), mean(config, x, weights)
     return jnp.concatenate(both, axis=-1)
 
 
 def attention(config, x, weights=None):
-    """Returns what a learnt probe attends to; call it in a compact method."""
+    """Returns the attention pooling by a learned probe; call it in a compact method."""
     bias = None
     if weights is not None:
         bias = weights.logit_bias(len(config.prefix_tokens))
@@ -65,7 +65,7 @@ def every_token(config, x, weights=None):
     return x
 
 
-# Functions of a `ViTConfig`, the tokens (B, N, D) and `Weights`, to features (B, F).
+# Functions from a `ViTConfig`, tokens (B, N, D) and `Weights` to features (B, F).
 POOLS = {
     "token": class_token,
     "gap": mean,
@@ -76,14 +76,15 @@ POOLS = {
 
 
 def of_layer(config) -> Callable:
-    """Returns the pooling of features of any layer, which has no parameters."""
+    """Returns the pooling for features of any layer, a function without parameters."""
     return POOLS[config.pool if config.pool in ("token", "token_gap") else "gap"]
 
 
 class MapHead(nn.Module):
     """Multihead attention pooling (arXiv:2106.04560, section 3.2).
 
-    A learned probe attends to the tokens; an MLP with a residual follows.
+    A learned probe attends to the tokens, followed by an MLP with a residual
+    connection.
 
     Attributes:
       num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
@@ -103,7 +104,12 @@ class MapHead(nn.Module):
     def __call__(
         self, x: Float[Array, "B N D"], bias: Float[Array, "B 1 K N"] | None = None
     ) -> Float[Array, "BK D"]:
-        """Returns K vectors per sequence, or one without `bias`, of the attention logits."""
+        """Pools the tokens of each sequence to K vectors.
+
+        Args:
+          x: tokens.
+          bias: term added to the attention logits of each of K images; None for K = 1.
+        """
         (B, _, D), K = x.shape, 1 if bias is None else bias.shape[2]
         drawn = nn.initializers.xavier_uniform()
         probe = self.param("probe", drawn, (1, 1, D), jnp.float32)

@@ -1,4 +1,4 @@
-"""Blocks as a scan, and what the backward pass computes again.
+"""Blocks as a scan, and rematerialisation.
 
 Letters: B images, M tokens, D model width.
 """
@@ -22,13 +22,14 @@ _policies = jax.checkpoint_policies
 
 def _save_attention(primitive, *args, **params) -> bool:
     named = _policies.save_only_these_names("attention")(primitive, *args, **params)
-    # Results of cuDNN in jax.nn.dot_product_attention have no name.
+    # Results of cuDNN in jax.nn.dot_product_attention do not have a name.
     return named or primitive.name.startswith("dot_product_attention_fwd")
 
 
-# Name -> policy of the values that are saved beside a block's input; others are recomputed.
+# Name -> policy that chooses the values to save beside a block's input; other values
+# are recomputed.
 REMAT_POLICIES = {
-    "none": None,  # Saves all that the derivatives need.
+    "none": None,  # Saves all values that the derivatives need.
     "full": _policies.nothing_saveable,
     # Saves the results of the six projections and dense layers.
     "dots": _policies.dots_with_no_batch_dims_saveable,
@@ -43,8 +44,8 @@ def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
     Args:
       function: function of a module and arrays, for flax.linen.remat.
       name: a key of REMAT_POLICIES.
-      in_scan: whether `function` is the body of a scan, where XLA cannot merge recomputed
-        with earlier results.
+      in_scan: whether `function` is the body of a scan, in which XLA cannot replace
+        recomputed values by the earlier ones.
     """
     if name == "none":
         return function
@@ -53,21 +54,20 @@ def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepeatedConfig(EncoderConfig):
-    """An encoder whose blocks may be a scan, and computed again for derivatives."""
+    """An encoder with an optional scan over blocks and optional rematerialisation."""
 
     scan: bool | None = key(
         False,
-        "Run the blocks as a scan, which compiles faster and needs more memory. None: "
-        "do so except on GPUs without a `remat_policy`, where it would move 1.5 times "
-        "as many bytes. `scan`, `remat_policy` and `attention_impl` change neither "
-        "results nor checkpoints.",
+        "Run the blocks as a scan, which compiles faster but needs more memory; "
+        "results and checkpoints do not change. None uses a scan except on GPUs "
+        "without `model.remat_policy`, where it would move 1.5 times as many bytes.",
         optional=True,
         changes_result=False,
     )
     remat_policy: str = key(
         "none",
-        "What the backward pass recomputes instead of storing it; see "
-        "vit_jax/models/repetition.py.",
+        "Rematerialisation policy: which values the backward pass recomputes instead "
+        "of storing them; results do not change. See vit_jax/models/repetition.py.",
         choices=tuple(REMAT_POLICIES),
         changes_result=False,
     )
@@ -77,7 +77,7 @@ class RepeatedConfig(EncoderConfig):
         """Whether the blocks' parameters are in the layout of a scan."""
         if self.scan is not None:
             return self.scan
-        # What is recomputed one by one on a GPU is kept all the same (docs/decisions.md).
+        # On GPUs, XLA keeps recomputed values of separate blocks (docs/decisions.md).
         on_gpu = (self.platform or jax.default_backend()) == "gpu"
         return not on_gpu or self.remat_policy != "none"
 
@@ -88,7 +88,7 @@ class RepeatedConfig(EncoderConfig):
 
 
 class RepeatedEncoder(Encoder):
-    """An encoder that repeats its blocks as `RepeatedConfig` says."""
+    """An encoder with the scan and rematerialisation of `RepeatedConfig`."""
 
     def run(
         self, x: Float[Array, "B M D"], inputs: Sequence[BlockInputs]
@@ -97,7 +97,7 @@ class RepeatedEncoder(Encoder):
         config = self.config
         if not config.stacked or self.is_initializing():
             return super().run(x, inputs)
-        if inputs[-1].added is not None:  # `begin` has added those of the first.
+        if inputs[-1].added is not None:  # `begin` has added that of the first block.
             zeros = jnp.zeros_like(inputs[-1].added)
             inputs = [inputs[0]._replace(added=zeros), *inputs[1:]]
         x = scan(config.block(config, name=BLOCK), x, inputs, config)
@@ -120,9 +120,9 @@ def scan(
     """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
 
     Args:
-      block: block whose name is BLOCK.
+      block: block with the name BLOCK.
       x: tokens.
-      inputs: other inputs of each block, trees of equal structure.
+      inputs: other inputs of each block, trees of the same structure.
       config: config of the encoder.
     """
 
@@ -146,11 +146,11 @@ def scan(
 
 
 class _Rounded(NamedTuple):
-    """A parameter of a product under a scan.
+    """A parameter of a product in a scan.
 
     Attributes:
-      exact: float32 value, which gets no gradient.
-      rounded: value in the dtype of the computation, used for its gradient alone.
+      exact: float32 value, which does not receive a gradient.
+      rounded: value in the dtype of the computation, which only receives the gradient.
     """
 
     exact: Float[Array, "*S"]
@@ -159,7 +159,7 @@ class _Rounded(NamedTuple):
 
 @jax.custom_vjp
 def _with_gradient_of(value, other):
-    """Returns `value`, whose gradient goes to `other` instead."""
+    """Returns `value`, and passes its gradient to `other`."""
     return value
 
 
@@ -169,12 +169,13 @@ _with_gradient_of.defvjp(
 
 
 def _split_rounded(params: Mapping, config: object) -> Mapping:
-    """Separates the values of parameters of products from those that get gradients.
+    """Splits parameters of products into values and receivers of gradients.
 
-    Products round their parameters to the dtype of the computation anyway. Gradients go
-    to parameters that are rounded before the scan, so it stacks gradients in that dtype,
-    not in float32. Values are rounded in the scan, so memory holds no rounded copy of
-    all blocks; without rematerialisation the scan would keep one in any case.
+    Products round their parameters to the dtype of the computation anyway. Gradients
+    are passed to copies that are rounded before the scan, so the scan stacks gradients
+    in that dtype instead of float32. Values are rounded inside the scan, so memory does
+    not hold a rounded copy of all blocks. Without rematerialisation the scan keeps such
+    a copy anyway, so values are not split.
     """
 
     def split_leaf(path, leaf):
@@ -189,12 +190,13 @@ def _split_rounded(params: Mapping, config: object) -> Mapping:
 
 
 def _round(params: Mapping, dtype: str) -> Mapping:
-    """Returns the parameters of one block, with those of products rounded."""
+    """Returns the parameters of one block, with parameters of products rounded."""
 
     def round_leaf(leaf):
         if not isinstance(leaf, _Rounded):
             return leaf
-        # XLA would move a plain conversion out of the loop and round all blocks at once.
+        # XLA would move a plain conversion out of the loop and round all blocks at
+        # once.
         kind = jnp.finfo(dtype)
         value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
         return _with_gradient_of(value.astype(dtype), leaf.rounded)

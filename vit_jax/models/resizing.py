@@ -1,7 +1,7 @@
-"""Resizes grids of vectors, as position embeddings, by the methods of several libraries.
+"""Resizes grids of vectors, such as position embeddings, like several libraries.
 
-Every method is a product with one matrix for rows and one for columns, so it can be
-differentiated and runs on the host or within a jitted function.
+Every method is a product with a matrix for the rows and a matrix for the columns, so it
+can be differentiated, and runs on the host or within a jitted function.
 Letters: Y by X points, H by W points of the result, D features.
 """
 
@@ -13,24 +13,23 @@ import numpy as np
 from jaxtyping import Array, Float
 
 Points = np.ndarray | Array  # Places, any shape.
-Length = (
-    np.ndarray | Array | int | float
-)  # One number of points, or one for each place.
-Weights = np.ndarray | Array  # (*places, old), of sum 1.
+# A number of points, the same for all places or one for each.
+Length = np.ndarray | Array | int | float
+Weights = np.ndarray | Array  # (*places, old), which sum to 1 over `old`.
 
 
 def linear_corners(at: Points, old: int, new: Length) -> Weights:
     """Returns the weights of a linear interpolation with aligned corners.
 
-    Source: google-research/vision_transformer's zoom of order 1.
+    Source: google-research/vision_transformer, which uses a zoom of order 1.
     """
     xp = _numpy(at, new)
-    # A single new point is the first old one, as in scipy.ndimage.zoom.
+    # A single new point is the first old point, as in scipy.ndimage.zoom.
     return triangle(at * ((old - 1) / xp.maximum(new - 1, 1)), old)
 
 
 def triangle(at: Points, old: int, reach: Length = 1.0) -> Weights:
-    """Returns weights that fall linearly to 0 at `reach` from the positions `at`."""
+    """Returns weights that decrease linearly to 0 at the distance `reach` from `at`."""
     xp = _numpy(at, reach)
     reach = reach[..., None] if np.ndim(reach) else reach
     return xp.maximum(0.0, 1 - xp.abs(_less(at, np.arange(old))) / reach)
@@ -43,7 +42,7 @@ def bilinear(at: Points, old: int, new: Length) -> Weights:
     SigLIP 2 to resize position embeddings; Pillow's BILINEAR is the same filter.
     """
     step = old / new
-    # The filter grows with the step when shrinking.
+    # When an image shrinks, the filter is as wide as the step.
     weights = triangle((at + 0.5) * step - 0.5, old, _numpy(at, new).maximum(step, 1.0))
     return weights / weights.sum(-1, keepdims=True)
 
@@ -62,8 +61,8 @@ def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
     """Returns the weights of an antialiased bicubic resize of pixels.
 
     Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), as used by
-    timm, and by DINOv2 with registers, to resize position embeddings; Pillow's BICUBIC is the
-    same filter.
+    timm, and by DINOv2 with registers, to resize position embeddings; Pillow's BICUBIC
+    is the same filter.
     """
     xp, step = _numpy(at, new), old / new
     stretch = xp.asarray(xp.maximum(step, 1.0))[..., None]
@@ -110,14 +109,14 @@ def _keys_cubic(distance, a: float):
 
 
 def _numpy(*arrays):
-    """Returns jax.numpy if an array is of JAX, or else NumPy, for float64."""
+    """Returns jax.numpy if there is a JAX array, else NumPy, which has float64."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-_SQUARE = "_square"  # End of the methods that cut a square of the longer side.
+_SQUARE = "_square"  # Suffix of methods that resize to a square and crop it.
 
-# Functions of places on a side of `new` points, of the number `old` of points before, and of
-# `new`, to the weights of the old points.
+# Functions (at, old, new) -> weights of the old points, for places `at` on a side of
+# `new` points that had `old` points before.
 RESIZE_METHODS = {
     "linear": linear_corners,
     "bilinear": bilinear,
@@ -130,9 +129,10 @@ RESIZE_METHODS |= {f"{name}{_SQUARE}": each for name, each in RESIZE_METHODS.ite
 
 
 def is_square(method: str) -> bool:
-    """Returns whether positions keep their aspect, as timm's `pos_embed_ar_preserving`.
+    """Returns whether a method keeps the aspect, as timm's `pos_embed_ar_preserving`.
 
-    They are resized to a square of the longer side, and its first rows and columns taken.
+    Such a method resizes positions to a square of the longer side, and uses its first
+    rows and columns.
     """
     return method.endswith(_SQUARE)
 
@@ -143,9 +143,9 @@ def resize_matrix(
     """Returns the matrix that resizes a side, by a method of RESIZE_METHODS.
 
     Args:
-      method: see RESIZE_METHODS.
-      old, new: points of the side before and after.
-      longer: points of the longer side of the result.
+      method: a key of RESIZE_METHODS.
+      old, new: numbers of points of the side before and after.
+      longer: number of points of the longer side of the result.
     """
     whole = max(new, longer) if is_square(method) else new
     return RESIZE_METHODS[method](np.arange(new), old, whole)
@@ -156,7 +156,10 @@ def resize_grid(
     size: Sequence[int],
     method: str,
 ) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
-    """Resizes a grid to (H, W) by a method of RESIZE_METHODS; NumPy stays NumPy."""
+    """Resizes a grid to (H, W) by a method of RESIZE_METHODS.
+
+    The result is a NumPy array if the grid is one.
+    """
     down, across = (
         resize_matrix(method, o, n, max(size))
         for o, n in zip(grid.shape[:2], size, strict=True)
@@ -169,7 +172,7 @@ def resample(
     down: Float[np.ndarray, "H Y"],
     across: Float[np.ndarray, "W X"],
 ) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
-    """Multiplies each axis of a grid by a matrix; NumPy stays NumPy."""
+    """Multiplies each axis of a grid by a matrix; NumPy arrays stay NumPy arrays."""
     if isinstance(grid, np.ndarray):
         resized = np.einsum("ij,jkd,lk->ild", down, grid, across, optimize=True)
         return resized.astype(grid.dtype)

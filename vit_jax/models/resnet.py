@@ -1,7 +1,7 @@
 """ResNets: the BiT baselines, and the stem of the hybrids.
 
 Both have GroupNorm and standardised convolutions (BiT, arXiv:1912.11370, section 4.1).
-Names and constants differ, as in the codebases whose published weights they load.
+Their names and constants differ as in the codebases of their published weights.
 Letters: B images, Y by X pixels, C channels, L classes.
 """
 
@@ -27,7 +27,7 @@ Features = Float[Array, "B Y X C"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StemConfig(NetworkConfig):
-    """Keys of `config.model` for a ResNet, as a network or as a stem."""
+    """Config keys of a ResNet, as a network or as a stem."""
 
     stage_depths: tuple[int, ...] = key(
         (0,),
@@ -49,7 +49,7 @@ class StemConfig(NetworkConfig):
         """Raises UserError if a ResNet cannot have these depths or this width."""
         if any(count < 1 for count in self.stage_depths):
             raise UserError(
-                f"model.stage_depths={self.stage_depths} must be at least 1 unit per stage"
+                f"model.stage_depths={self.stage_depths}: set at least 1 unit per stage"
             )
         if self.stem_width % _GROUPS:
             raise UserError(
@@ -60,14 +60,14 @@ class StemConfig(NetworkConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig(StemConfig):
-    """ResNets, as `R50x1`"""
+    """ResNets such as `R50x1`"""
 
-    side_multiple = 1  # They take images of any size.
+    side_multiple = 1  # ResNets support images of any size.
 
     zero_pool: bool = key(
         False,
         "Pad with zeros before the max pooling of the root.",
-        reason="weights of BiT's first code (arXiv:1912.11370) and of timm",
+        reason="weights of BiT's original code (arXiv:1912.11370) and of timm",
     )
 
     @property
@@ -77,7 +77,7 @@ class ResNetConfig(StemConfig):
 
     @property
     def num_layers(self) -> int:
-        """Number of stages, and the first convolution."""
+        """Number of stages plus 1 for the first convolution."""
         return 1 + len(self.stage_depths)
 
     def sized(self) -> "ResNetConfig":
@@ -97,9 +97,8 @@ class StdConv(nn.Module):
       kernel_size: side of the kernel in pixels.
       stride: stride in pixels.
       padding: padding on each side in pixels, or "SAME".
-      epsilon: term added to the variance, or to the standard deviation if
-        `of_deviation`.
-      of_deviation: see epsilon.
+      epsilon: term added to the variance of the kernel, or to its standard deviation.
+      of_deviation: whether epsilon is added to the standard deviation.
       dtype: dtype of the computation.
     """
 
@@ -113,7 +112,7 @@ class StdConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Features) -> Float[Array, "..."]:
-        """Convolves."""
+        """Convolves features."""
         side = self.kernel_size
         kernel = self.param(
             "kernel",
@@ -121,7 +120,7 @@ class StdConv(nn.Module):
             (side, side, x.shape[-1], self.features),
             jnp.float32,
         )
-        # Not in place: the parameters may be NumPy arrays of the caller.
+        # Not in place, because parameters may be NumPy arrays of the caller.
         kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
         variance = jnp.square(kernel).mean((0, 1, 2), keepdims=True)
         if self.of_deviation:
@@ -145,7 +144,7 @@ class StdConv(nn.Module):
         return conv.apply({"params": {"kernel": kernel}}, x)
 
 
-# JAX's derivative would pass over `x` more often.
+# JAX's own derivative would read `x` more often.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def group_norm(
     x: Float[Array, "B Y X C"],
@@ -169,7 +168,7 @@ def _group_norm_forward(x, scale, bias, epsilon):
     x32 = x.astype(jnp.float32)
     mean = _per_group(x32.mean((1, 2)))
     centered = x32 - _per_channel(mean, x)[:, None, None]
-    # The faster E[x^2] - E[x]^2 would lose digits.
+    # E[x^2] - E[x]^2 would be faster, but less accurate.
     rsqrt = jax.lax.rsqrt(_per_group(jnp.square(centered).mean((1, 2))) + epsilon)
     y = centered * (_per_channel(rsqrt, x) * scale[None])[:, None, None]
     y += bias[None, None, None]
@@ -183,10 +182,11 @@ def _group_norm_backward(epsilon, kept, grad):
     normed = (x32 - mean[:, None, None]) * rsqrt[:, None, None]
     pixels = x.shape[1] * x.shape[2]
     to_bias, to_scale = grad.sum((1, 2)), (grad * normed).sum((1, 2))
-    # Means over each group of the gradient of `normed`, and of its product with `normed`.
+    # Means over each group: of the gradient of `normed`, and of its product with
+    # `normed`.
     first = _per_channel(_per_group(to_bias * scale[None]), x) / pixels
     second = _per_channel(_per_group(to_scale * scale[None]), x) / pixels
-    # Coefficients per channel leave one pass over `x` and `grad`.
+    # With coefficients per channel, `x` and `grad` are read only once.
     slope = -rsqrt * rsqrt * second
     offset = -rsqrt * first - slope * mean
     to_x = (
@@ -277,8 +277,8 @@ class Root(nn.Module):
 
     Attributes:
       features: number of output channels.
-      zero_pool: whether max pooling pads with zeros (BiT's first code, timm), not with
-        -inf (big_vision).
+      zero_pool: whether max pooling pads with zeros (BiT's original code, timm) instead
+        of -inf (big_vision).
       dtype: dtype of the computation.
     """
 
@@ -290,7 +290,7 @@ class Root(nn.Module):
     def __call__(
         self, images: Features
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Returns features at half of the resolution, and pooled, at a quarter."""
+        """Returns features at half of the resolution, and pooled ones at a quarter."""
         x = conv = StdConv(self.features, 7, 2, 3, dtype=self.dtype, name="conv_root")(
             images
         )
@@ -306,8 +306,8 @@ class Stage(nn.Module):
     Attributes:
       unit: constructor of a unit, with the arguments `stride` and `name`.
       count: number of units.
-      stride: stride of the first unit; the others have 1.
-      digits: digits in the names: "unit1" or "unit01".
+      stride: stride of the first unit; other units have a stride of 1.
+      digits: number of digits in the names of units, "unit1" or "unit01".
     """
 
     unit: Callable
@@ -327,7 +327,9 @@ class Stage(nn.Module):
 class ResNet(nn.Module):
     """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
 
-    `num_classes` is L, 0 for no classifier.
+    Attributes:
+      config: keys of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: ResNetConfig
@@ -345,12 +347,12 @@ class ResNet(nn.Module):
 
         Args:
           images: normalised images.
-          train: no effect, since no layer is random.
+          train: without effect, since no layer is random.
           classify: whether to classify; otherwise the last features are returned.
 
         Returns:
-          "pre_logits" (B, D), the mean of the last features, and "logits" (B, L), unless
-          L is 0; float32.
+          "pre_logits" (B, D), the mean of the last features, and "logits" (B, L),
+          unless L is 0; float32.
         """
         config = self.config
         width, dtype = config.stem_width, config.dtype
@@ -393,7 +395,7 @@ class PostActivationUnit(nn.Module):
         y = conv(self.features, 3, self.stride, name="conv2")(y)
         y = nn.relu(norm(name="gn2")(y))
         y = conv(4 * self.features, 1, name="conv3")(y)
-        # A zero scale makes the unit start as the identity.
+        # With an initial scale of zero, the unit is the identity at first.
         y = norm(scale_init=nn.initializers.zeros, name="gn3")(y)
         if x.shape[-1] != 4 * self.features or self.stride != 1:
             x = conv(4 * self.features, 1, self.stride, name="conv_proj")(x)
@@ -404,15 +406,15 @@ class PostActivationUnit(nn.Module):
 def stem(images: Features, config: StemConfig) -> Float[Array, "..."]:
     """Applies the ResNet in front of a hybrid's encoder.
 
-    Call it in a compact method. It is not a module, because published checkpoints have its
-    parameters beside the encoder's.
+    Call it in a compact method. The stem is not a module, because in published
+    checkpoints its parameters are at the same level as the encoder.
 
     Args:
       images: normalised images.
       config: config of the hybrid.
 
     Returns:
-      Features at 1/4 of the resolution, halved by each stage but the first.
+      Features at 1/4 of the resolution, which each stage except the first halves.
     """
     width, dtype = config.stem_width, config.dtype
     x = _stem_conv(width, 7, 2, dtype=dtype, name="conv_root")(images)

@@ -1,12 +1,14 @@
 """Heads that classify every pixel, on the features of some layers of a network.
 
-Linear: a BatchNorm and a linear layer of each patch, as the segmentation probes of DINOv2
-(arXiv:2304.07193, section 7.4). Pyramid: maps of several scales, which a network has or
-which are made of its joined layers, as ViTDet makes them of the last one (arXiv:2203.16527,
-section 3). They are added up as in Panoptic FPN (arXiv:1901.02446, section 3.1), without its
-convolutions between the steps of enlarging.
+The linear head is a BatchNorm and a linear layer for each patch, as in the segmentation
+probes of DINOv2 (arXiv:2304.07193, section 7.4). The pyramid head uses maps of several
+scales. They are outputs of the network, or they are computed from its concatenated
+layers, as ViTDet does from the last layer (arXiv:2203.16527, section 3). The maps are
+added as in Panoptic FPN (arXiv:1901.02446, section 3.1), without its convolutions
+between upsampling steps.
 
-Letters: B images, Y by X pixels, C channels, y by x cells of a grid, D features, L classes.
+Letters: B images, Y by X pixels, C channels, y by x cells of a grid, D features, L
+classes.
 """
 
 import dataclasses
@@ -31,10 +33,10 @@ _HEAD_INIT = nn.initializers.normal(0.01)
 
 
 class LinearHead(nn.Module):
-    """A BatchNorm and a linear layer; maps of other grids are resized to the largest."""
+    """A BatchNorm and a linear layer; all maps are resized to the largest grid."""
 
     num_classes: int
-    width: int  # Not read.
+    width: int  # Not used.
     dtype: str
 
     @nn.compact
@@ -44,7 +46,7 @@ class LinearHead(nn.Module):
         """Returns the logits of the cells of the largest grid."""
         grid = max(features.shape[1:3] for features in maps)
         x = jnp.concatenate([resize(features, grid) for features in maps], -1)
-        # As torch.nn.BatchNorm2d.
+        # Momentum and epsilon of torch.nn.BatchNorm2d.
         norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5)
         x = norm(x.astype(jnp.float32)).astype(self.dtype)
         return nn.Dense(
@@ -53,11 +55,12 @@ class LinearHead(nn.Module):
 
 
 class PyramidHead(nn.Module):
-    """Maps of several scales, each convolved to `width` features, and their sum.
+    """The sum of maps of several scales, each convolved to `width` features.
 
-    Maps of one grid are joined and become four: four times and twice as fine by transposed
-    convolutions (see `depth_to_space`), as they are, and half as fine by a maximum. Maps of
-    several grids, such as a Swin Transformer's, are used as they are.
+    If all maps have the same grid, they are concatenated and converted to four scales:
+    4 times and twice the resolution by transposed convolutions (see `depth_to_space`),
+    the same resolution, and half of it by max pooling. Maps with several grids, such as
+    those of a Swin Transformer, are used unchanged.
     """
 
     num_classes: int
@@ -97,22 +100,23 @@ class PyramidHead(nn.Module):
         return LayerNorm(dtype=self.dtype)(x)
 
 
-# Names of the parameters and of the running means of a head in a task.
+# Names for the parameters and the running means of a head in a task.
 NAMES = PARAMS, MEANS = "segmenter", "segmenter_means"
 HEADS = {"linear": LinearHead, "pyramid": PyramidHead}
 
 
 @dataclasses.dataclass(frozen=True)
 class Segmenter:
-    """A network and a head, without their parameters.
+    """A network with a segmentation head, without their parameters.
 
     Attributes:
       model: the network.
-      head: one of `HEADS`.
-      layers: the layers whose features the head gets, see `Model.layer_features`.
+      head: module of the head, see `HEADS`.
+      layers: layers whose features are the input of the head, see
+        `Model.layer_features`.
 
     Raises:
-      UserError: the network has no such layers, or no features of patches.
+      UserError: the network does not have these layers, or features of patches.
     """
 
     model: Model
@@ -127,7 +131,7 @@ class Segmenter:
         return jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
-        """Returns the head's parameters and its running means, {} if it has none."""
+        """Returns the parameters and the running means of the head, {} without any."""
         maps = jax.eval_shape(self._maps, self.model.shapes, self._image)
         zeros = [jnp.zeros(features.shape, features.dtype) for features in maps]
         variables = self.head.init(key, zeros)
@@ -140,19 +144,19 @@ class Segmenter:
         means: Params,
         images: Float[Array, "B Y X C"] | PatchSequences,
     ) -> Float[Array, "B y x L"]:
-        """Classifies the cells of a grid, the patches or finer ones.
+        """Classifies the cells of a grid: patches, or finer cells.
 
         Args:
           network: parameters of `model`.
-          head, means: of the head, see `init`.
-          images: normalised images, or sequences of the patches of one image each for a
-            linear head, whose logits are (B, N, 1, L).
+          head, means: parameters and running means of the head, see `init`.
+          images: normalised images. For a linear head they may be sequences of patches,
+            one image per sequence; the logits are then (B, N, 1, L).
 
         Returns:
-          Logits in float32; `resize` makes them those of pixels.
+          Logits in float32; `resize` converts them to logits of pixels.
 
         Raises:
-          UserError: the network or the head takes no sequences.
+          UserError: the network or the head does not support sequences.
         """
         maps, variables = self._maps(network, images), {"params": head, STATE: means}
         return self.head.apply(variables, maps).astype(jnp.float32)
@@ -169,7 +173,7 @@ class Segmenter:
 
         Args:
           network, head, means, images: see `logits`.
-          key: of the network's dropout; None: it works as in an evaluation.
+          key: random key for dropout in the network; None turns dropout off.
         """
         maps = self._maps(network, images, key)
         variables = {"params": head, STATE: means}
@@ -181,7 +185,7 @@ class Segmenter:
         if not isinstance(images, PatchSequences):
             return self.model.layer_features(network, images, self.layers, key=key)
         check_sequences(next(n for n, k in HEADS.items() if isinstance(self.head, k)))
-        # A linear head looks at no neighbours: patches may stand in one column.
+        # A linear head does not use neighbours, so patches may be arranged in a column.
         maps = self.model.layer_features(
             network, images, self.layers, reshape=False, key=key
         )
@@ -189,11 +193,11 @@ class Segmenter:
 
 
 def check_sequences(head: str) -> None:
-    """Raises UserError if a head, one of `HEADS`, takes no images of any size."""
+    """Raises UserError if a head of `HEADS` does not support images of any size."""
     if head != "linear":
         raise UserError(
-            f"task.head={head!r} joins neighbours in a grid of one size, which images of any "
-            "size do not have: set max_tokens to 0, or train task.head='linear'"
+            f"task.head={head!r} needs a grid of one size, which images of any size do not "
+            "have: set max_tokens to 0, or train task.head='linear'"
         )
 
 
@@ -204,9 +208,9 @@ def build(
 
     Args:
       model: network.
-      head: one of `HEADS`.
-      layers: layers whose features the head gets.
-      width: features of a pyramid.
+      head: name of the head, a key of `HEADS`.
+      layers: layers whose features are the input of the head.
+      width: number of features of a pyramid head.
       num_classes: number of classes.
     """
     dtype = model.options["dtype"]
@@ -214,10 +218,10 @@ def build(
 
 
 def depth_to_space(maps: Float[Array, "B y x F"]) -> Float[Array, "B Y X D"]:
-    """Returns a map twice as fine: the features of a cell are those of four, row by row.
+    """Doubles the resolution: the features of a cell become those of four cells.
 
-    After a linear layer it is a transposed convolution of 2x2 cells with stride 2, whose
-    gradient XLA computes ten times slower on CPUs.
+    After a linear layer this is the same as a transposed convolution of 2x2 cells with
+    stride 2, but the gradient of XLA's convolution is ten times as slow on CPUs.
     """
     B, rows, columns, D = maps.shape
     maps = maps.reshape(B, rows, columns, 2, 2, D // 4).transpose(0, 1, 3, 2, 4, 5)
@@ -227,9 +231,10 @@ def depth_to_space(maps: Float[Array, "B y x F"]) -> Float[Array, "B Y X D"]:
 def resize(
     maps: Float[Array, "B y x D"], size: Sequence[int]
 ) -> Float[Array, "B h w D"]:
-    """Resizes maps by bilinear interpolation between the centres of cells, without antialias.
+    """Resizes maps by bilinear interpolation between centres of cells, not antialiased.
 
-    As `jax.image.resize`, which jax2onnx cannot write for any number of images.
+    The result is that of `jax.image.resize`, which jax2onnx does not support for a
+    variable number of images.
     """
     rows, columns = size
     if maps.shape[1] != rows:
@@ -242,7 +247,7 @@ def resize(
 
 
 def _weights(cells: int, length: int) -> Float[np.ndarray, "length cells"]:
-    """Returns the weights of the cells of an axis in each of the new ones."""
+    """Returns the weights of the old cells of an axis in each new cell."""
     at = ((np.arange(length) + 0.5) * (cells / length) - 0.5).clip(0, cells - 1)
     distance = np.abs(at[:, None] - np.arange(cells))
     return np.maximum(1 - distance, 0).astype(np.float32)

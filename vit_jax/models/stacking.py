@@ -1,8 +1,8 @@
-"""Parameters of encoder blocks in two layouts: one by one, and stacked.
+"""Converts parameters of encoder blocks between two layouts: separate and stacked.
 
-In checkpoints, block 3 is "Transformer/encoderblock_3/...". Stacked, all blocks are
-"Transformer/encoderblock/..." with a leading axis of length depth, for a scan
-(repetition.py).
+In checkpoints blocks are separate: block 3 is "Transformer/encoderblock_3/...". For a
+scan (repetition.py) they are stacked: all blocks are "Transformer/encoderblock/..."
+with a leading axis of length depth.
 """
 
 import re
@@ -21,12 +21,13 @@ def stack(params: Mapping) -> dict:
     """Stacks the parameters of all encoder blocks along a leading axis.
 
     Args:
-      params: nested dict of arrays or jax.ShapeDtypeStruct, blocks one by one. Without
-        such blocks (a ResNet, or stacked already) it is returned unchanged.
+      params: nested dict of arrays or jax.ShapeDtypeStruct with separate blocks.
+        Without separate blocks (a ResNet, or blocks that are stacked already) it is
+        returned unchanged.
 
     Returns:
       The parameters with the blocks under "Transformer/encoderblock"; stacked
-      jax.ShapeDtypeStruct have no sharding.
+      jax.ShapeDtypeStruct do not have a sharding.
     """
     blocks, others = _split(params)
     if not blocks:
@@ -37,11 +38,11 @@ def stack(params: Mapping) -> dict:
 
 
 def unstack(params: Mapping) -> dict:
-    """Returns parameters with the blocks one by one: the inverse of `stack`.
+    """Returns parameters with separate blocks: the inverse of `stack`.
 
     Args:
-      params: nested dict of arrays or jax.ShapeDtypeStruct. Without stacked blocks it is
-        returned unchanged.
+      params: nested dict of arrays or jax.ShapeDtypeStruct; it is returned unchanged if
+        it does not have stacked blocks.
     """
     encoder = params.get(ENCODER, {})
     if BLOCK not in encoder:
@@ -64,10 +65,10 @@ def convert(
     Args:
       tree: larger tree, such as a training state.
       function: `stack` or `unstack`.
-      like: the same tree with the network in the layout of its computation. Subtrees of
-        the structure of `params` (moments, averages) are converted; others, such as a
+      like: the same tree with the network in the layout on devices. Subtrees with the
+        structure of `params` (moments, averages) are converted; others, such as a
         teacher's parameters, are not.
-      params: parameters of the network, in the layout of `like`.
+      params: parameters of the network in the layout of `like`.
     """
     structure = jax.tree.structure(params)
 
@@ -83,7 +84,7 @@ def convert(
 
 
 def separate(tree: object) -> object:
-    """Returns a tree with the blocks of every encoder in it one by one."""
+    """Returns a tree in which the blocks of every encoder are separate."""
     return jax.tree.map(
         lambda node: unstack(node) if _has_stacked(node) else node,
         tree,
@@ -92,7 +93,7 @@ def separate(tree: object) -> object:
 
 
 def join(tree: object, like: object) -> object:
-    """Returns a tree with blocks stacked where they are in `like`: undoes `separate`."""
+    """Stacks the blocks that are stacked in `like`: the inverse of `separate`."""
     return jax.tree.map(
         lambda node, subtree: stack(subtree) if _has_stacked(node) else subtree,
         like,
@@ -102,14 +103,15 @@ def join(tree: object, like: object) -> object:
 
 
 def difference(given: object, wanted: object) -> str:
-    """Returns how given parameters differ from those of a run; "" if they have its shapes.
+    """Returns the first difference between shapes of parameters; "" if there is none.
 
     Args:
-      given, wanted: arrays or jax.ShapeDtypeStruct, or nested dicts of them, with blocks
-        stacked or one by one.
+      given: arrays or jax.ShapeDtypeStruct, or nested dicts of them, with stacked or
+        separate blocks.
+      wanted: the shapes that are needed, in the same form.
 
     Returns:
-      A clause on the first difference, as "kernel is (2, 3), not (2, 4)".
+      A clause about the difference, such as "kernel is (2, 3), not (2, 4)".
     """
     given, wanted = (
         {

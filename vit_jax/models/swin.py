@@ -1,10 +1,10 @@
 """Swin Transformers V1 (arXiv:2103.14030) and V2 (arXiv:2111.09883).
 
-Attention stays within windows of the grid of patches, which every second block shifts;
-2x2 patches are merged into one between stages. Libraries treat a grid that windows do
-not divide in three ways, see `WINDOW_PADDINGS`.
+Patches attend only within windows of the grid of patches, and every second block shifts
+the windows. Between stages 2x2 patches are merged into one. If the grid is not a
+multiple of the window, libraries pad it in three ways, see `WINDOW_PADDINGS`.
 
-Letters: B images, Y by X patches, N patches, W windows, M patches of a window, H heads,
+Letters: B images, Y by X patches, N patches, W windows, M patches per window, H heads,
 K head width, D width, L classes.
 """
 
@@ -36,15 +36,15 @@ from vit_jax.models.positions.relative_bias import resize_bias_table
 from vit_jax.models.variants import overridden
 from vit_jax.models.windows import Grid, Windows, pad
 
-# Values of `model.window_padding`. A grid that windows do not divide is padded after the
-# shift (timm) or before it (Microsoft's detection code, transformers). If a side is no
-# longer than the window, there is no shift along it (timm) or along either side
-# (Microsoft, and V1 of transformers); V2 of transformers looks at the height alone and
-# masks twice as strongly.
+# Values of `model.window_padding`. A grid that is not a multiple of the window is
+# padded after the shift (timm) or before it (Microsoft's detection code, transformers).
+# If a side is at most as long as the window, there is no shift along this side (timm)
+# or along both sides (Microsoft, and V1 of transformers). V2 of transformers checks
+# only the height, and its mask is twice as large.
 WINDOW_PADDINGS = ("timm", "microsoft", "transformers")
-BIAS_RESIZES = ("bicubic", "geometric")  # Microsoft's and timm's.
+BIAS_RESIZES = ("bicubic", "geometric")  # Methods of Microsoft and of timm.
 
-_MASKED = -100.0  # Added to the logits of patches that only the shift made neighbours.
+_MASKED = -100.0  # Added to logits of patches that are neighbours only by the shift.
 _LARGEST_SCALE = math.log(100)  # Upper limit of the logarithm of V2's logit scale.
 _BIAS_UNITS = 512  # Hidden units of V2's bias network.
 _BIAS_RANGE = 16  # Largest bias of that network.
@@ -52,10 +52,10 @@ _BIAS_RANGE = 16  # Largest bias of that network.
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Numbers of one size (arXiv:2103.14030, section 3.3).
+    """The numbers of a size (arXiv:2103.14030, section 3.3).
 
     Attributes:
-      width: features per patch of the first stage, doubled in each next stage.
+      width: features per patch of the first stage, which double in each further stage.
       stage_depths: blocks of each stage.
       num_heads: attention heads of each stage.
     """
@@ -75,9 +75,10 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwinConfig(NetworkConfig):
-    """Swin Transformers, as `Swin-T`, `Swin-B/w12` and `SwinV2-T/w8`.
+    """Swin Transformers such as `Swin-T`, `Swin-B/w12` and `SwinV2-T/w8`.
 
-    A window is 7 patches wide, in V2 8, unless the variant or `window_size` differs.
+    The window size is 7 patches, and 8 in V2, unless the variant or `window_size` sets
+    it.
     """
 
     names: ClassVar[tuple[str, ...]] = (
@@ -93,12 +94,13 @@ class SwinConfig(NetworkConfig):
 
     variant: str = key(
         "Swin-T",
-        'Version, size and window, as "Swin-T", "Swin-B/w12" or "SwinV2-T/w8".',
+        'Version, size and window size, such as "Swin-T", "Swin-B/w12" or '
+        '"SwinV2-T/w8".',
     )
     patch_size: int = key(4, "Side of a patch, in pixels.", at_least=1)
     width: int = key(
         0,
-        "Features per patch of the first stage, which double at each further stage; 0 "
+        "Features per patch of the first stage, which double in each further stage; 0 "
         "is the value of the variant.",
     )
     stage_depths: tuple[int, ...] = key(
@@ -111,47 +113,47 @@ class SwinConfig(NetworkConfig):
         4.0, "Hidden units of an MLP, as a multiple of the features.", above=0
     )
     window_size: int = key(
-        0, "Side of a window, in patches; 0 is the value of the variant."
+        0, "Side of a window in patches; 0 is the value of the variant."
     )
     pretrained_window_sizes: tuple[int, ...] = key(
         (0,),
-        "Version 2: sides of the windows of each stage in pretraining, which scale "
-        "coordinates to [-1, 1]; 0 is the current window.",
+        "For Swin V2: window size of each stage in pretraining, which scales "
+        "coordinates to [-1, 1]; 0 is the current window size.",
     )
     window_padding: str = key(
         "timm",
-        'How a grid is padded that windows do not divide: "timm" pads it after the '
+        'Padding of grids that are not a multiple of the window: "timm" pads after the '
         'shift, "microsoft" and "transformers" before it. They also differ in the '
-        "shift of a grid no longer than a window.",
+        "shift of a grid that is at most as long as a window.",
         reason="weights of Microsoft and transformers at other image sizes",
         choices=WINDOW_PADDINGS,
     )
     bias_resize: str = key(
         "bicubic",
-        'Method that resizes the bias tables of version 1 for other windows: "bicubic" '
-        '(Microsoft) or "geometric" (timm).',
+        "For Swin V1: method that resizes the bias tables for other window sizes, "
+        '"bicubic" (Microsoft) or "geometric" (timm).',
         choices=BIAS_RESIZES,
     )
     activation: str = key("gelu", "Activation of the MLPs.", choices=tuple(ACTIVATIONS))
     layer_norm_eps: float = key(1e-5, "Epsilon of the LayerNorms.", above=0)
     patch_norm_eps: float = key(
         0.0,
-        "Epsilon of the LayerNorms after the patch embedding and at patch merging; 0 "
-        "is `layer_norm_eps`.",
-        reason="weights of transformers, which has 1e-5 here",
+        "Epsilon of the LayerNorms after the patch embedding and in patch merging; 0 "
+        "is `model.layer_norm_eps`.",
+        reason="weights of transformers, which uses 1e-5 here",
     )
     init: str = initializers.key()
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth: drop rate of the last block; the rates grow linearly from 0 "
-        "at the first block.",
+        "Stochastic depth: drop rate of the last block; the rates increase linearly "
+        "from 0 at the first block.",
         below=1,
         training_only=True,
     )
 
     @property
     def v2(self) -> bool:
-        """Whether it is Swin V2."""
+        """Whether the network is Swin V2."""
         return self.variant.startswith("SwinV2")
 
     @property
@@ -161,7 +163,7 @@ class SwinConfig(NetworkConfig):
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, or the keys that replace them."""
+        """The sizes of the variant, overridden by keys that are not 0."""
         return overridden(self._parsed[0], self)
 
     @property
@@ -179,9 +181,9 @@ class SwinConfig(NetworkConfig):
         match = re.fullmatch(r"Swin(V2)?-(\w+?)(?:/w([1-9]\d?))?", self.variant)
         if not match or match[2] not in SIZES:
             raise UserError(
-                f"model.variant={self.variant!r} is not Swin-SIZE or SwinV2-SIZE with a "
-                f"size out of {', '.join(SIZES)}, perhaps with a window of 1 to 99 patches, "
-                "as 'Swin-T' or 'SwinV2-B/w16'"
+                f"model.variant={self.variant!r} is not Swin-SIZE or SwinV2-SIZE: choose a "
+                f"size out of {', '.join(SIZES)}, optionally with a window of 1 to 99 "
+                "patches, such as 'Swin-T' or 'SwinV2-B/w16'"
             )
         return SIZES[match[2]], int(match[3] or (8 if match[1] else 7))
 
@@ -196,7 +198,7 @@ class SwinConfig(NetworkConfig):
         return len(self.size.stage_depths)
 
     def layer_of(self, path: str) -> int:
-        """See `NetworkConfig.layer_of`; merging belongs to the block before it."""
+        """See `NetworkConfig.layer_of`; merging is in the layer of the block before."""
         if match := re.match(r"stage_(\d+)/(?:block_(\d+)|merge)", path):
             stage = int(match[1])
             depths = self.size.stage_depths
@@ -213,25 +215,26 @@ class SwinConfig(NetworkConfig):
         if len(size.num_heads) != stages or min(size.stage_depths) < 1:
             raise UserError(
                 f"model.stage_depths={size.stage_depths} and model.num_heads="
-                f"{size.num_heads} must be at least 1 of both for each stage"
+                f"{size.num_heads}: set a number of at least 1 in both for each stage"
             )
         if len(self.pretrained_window_sizes) not in (1, stages):
             raise UserError(
-                f"model.pretrained_window_sizes={self.pretrained_window_sizes} must be one "
-                f"for each of the {stages} stages"
+                f"model.pretrained_window_sizes={self.pretrained_window_sizes} must have "
+                f"one size for each of the {stages} stages"
             )
         for i, heads in enumerate(size.num_heads):
             if heads < 1 or size.width * 2**i % heads:
                 raise UserError(
                     f"model.num_heads={size.num_heads}: the {size.width * 2**i} features of "
-                    f"stage {i + 1} do not divide into {heads} heads"
+                    f"stage {i + 1} are not a multiple of {heads} heads: change "
+                    "model.num_heads or model.width"
                 )
         return SwinTransformer(self, num_classes)
 
     def resize(
         self, params: Mapping, source: NetworkConfig, old_grid: Grid, grid: Grid
     ) -> Mapping:
-        """Resizes V1's bias tables to the windows of another grid."""
+        """Resizes the bias tables of V1 to the windows of another grid."""
         old_sizes, sizes = (
             [windows.size for windows, _ in config.layout(patches)]
             for config, patches in ((source, old_grid), (self, grid))
@@ -276,7 +279,7 @@ class SwinConfig(NetworkConfig):
         return outputs, blocks
 
     def layout(self, grid: Grid) -> list[tuple["Windows", "Windows"]]:
-        """Returns the windows of each stage, without and with the shift."""
+        """Returns the windows of each stage, without and with a shift."""
         stages = []
         for _ in self.size.stage_depths:
             stages.append((self._windows(grid, False), self._windows(grid, True)))
@@ -301,9 +304,11 @@ class SwinConfig(NetworkConfig):
 
 
 class SwinTransformer(nn.Module):
-    """A Swin Transformer; its windows follow from the size of the images.
+    """A Swin Transformer; the size of the images determines its windows.
 
-    `num_classes` is L, 0 for no classifier.
+    Attributes:
+      config: keys of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: SwinConfig
@@ -323,7 +328,7 @@ class SwinTransformer(nn.Module):
         Args:
           images: normalised images.
           train: whether stochastic depth is active.
-          edit_patches: function of the patch embeddings (B, patches, width).
+          edit_patches: function that changes the patch embeddings (B, patches, width).
           classify: whether to classify; otherwise the patches of the last stage are
             returned.
 
@@ -370,12 +375,14 @@ class SwinTransformer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one resolution, every second with a shift, and the merging after them.
+    """Blocks of one resolution, every second one shifted, followed by patch merging.
 
     Attributes:
-      num_heads: H.
-      windows: windows without and with the shift.
-      pretrained_window: window size that scales V2's coordinates to [-1, 1], or 0.
+      config: keys of the network.
+      num_heads: number of heads H.
+      windows: windows without and with a shift.
+      pretrained_window: window size that scales V2's coordinates to [-1, 1]; 0 for the
+        current window size.
       drop_path_rates: drop rate of each block.
       merges: whether 2x2 patches are merged at the end.
     """
@@ -391,7 +398,10 @@ class Stage(nn.Module):
     def __call__(
         self, x: Float[Array, "B N D"]
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B M F"]]:
-        """Returns the last block's patches, and those merged, a quarter with twice the features."""
+        """Returns the patches of the last block before and after patch merging.
+
+        Merging leaves a quarter of the patches, with twice the features.
+        """
         config = self.config
         for i, rate in enumerate(self.drop_path_rates):
             block = Block(
@@ -418,7 +428,7 @@ class Stage(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention in windows, and an MLP; V2 normalises after both, V1 before.
+    """Attention in windows, then an MLP; V2 normalises after both, V1 before both.
 
     Attributes:
       config, num_heads, pretrained_window: see `Stage`.
@@ -516,7 +526,7 @@ class WindowAttention(nn.Module):
         return self.windows.join(_each(_dense(D, config, "proj"), x))
 
     def _bias(self) -> Float[Array, "H M M"]:
-        """Returns the term added to logits by offset of two patches."""
+        """Returns the term added to logits, which depends on the offset of patches."""
         config, (h, w) = self.config, self.windows.size
         rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in (h, w))
         offsets = (2 * w - 1) * rows[:, None, :, None] + columns[None, :, None]
@@ -536,11 +546,11 @@ class WindowAttention(nn.Module):
 
 
 def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
-    """Returns the log-spaced offsets of two patches of a window, for V2's bias network.
+    """Returns log-spaced offsets of two patches in a window, for V2's bias network.
 
     Args:
       size: size of the window in patches.
-      pretrained: size of the window whose largest offset is 1.
+      pretrained: size of the window in pretraining, in which the largest offset is 1.
 
     Returns:
       Offsets down and across, sign(x) * log2(8 * |x| + 1) / log2(8).
@@ -555,7 +565,7 @@ def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
 
 
 def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
-    """Applies a dense layer to each patch, as a 2-D product; see `kernels.flatten_tokens`."""
+    """Applies a dense layer as a 2-D product, see kernels.flatten_tokens."""
     return dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 

@@ -1,11 +1,12 @@
-"""Text transformers: the tower beside an image network in CLIP, LiT and SigLIP.
+"""Text transformers: the text towers of CLIP, LiT and SigLIP.
 
-The parameters beside the image network are one tree: "text", the text tower;
-"projection", a linear map of image features, absent if their width is that of the shared
-space; "logit_scale" (1,), the logarithm of the factor of similarities; and "logit_bias"
-(1,), the term added to them, absent if 0.
+The parameters beside the image network are one tree. "text" is the text tower.
+"projection" is a linear map of image features; it is absent if they have the width of
+the shared space. "logit_scale" (1,) is the logarithm of a factor of similarities.
+"logit_bias" (1,) is a term added to similarities; it is absent if it is 0.
 
-Letters: B images or texts, T tokens, D model width, E width of the shared space, K texts.
+Letters: B images or texts, T tokens, D model width, E width of the shared space, K
+texts.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ TEXT, PROJECTION = "text", "projection"
 LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
 PARAMS = (TEXT, PROJECTION, LOGIT_SCALE, LOGIT_BIAS)
 
-# Added to the logits of later tokens, which then get no attention in any dtype.
+# Term added to the logits of later tokens, so that their weight is 0 in any dtype.
 _HIDDEN = -1e30
-_EPSILON = 1e-8  # Added to the norm of an embedding, as in LiT.
+_EPSILON = 1e-8  # Term added to the norm of an embedding, as in LiT.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class TextConfig:
 
     vocab_size: int = key(
         0,
-        "Number of tokens of the vocabulary; 0 is that of `data.tokenizer`.",
+        "Number of tokens of the vocabulary; 0 is the size of `data.tokenizer`.",
         below=2**31,
     )
     width: int = key(768, "Features per token.", at_least=1)
@@ -49,24 +50,25 @@ class TextConfig:
     num_heads: int = key(12, "Attention heads per block.", at_least=1)
     mlp_dim: int = key(0, "Hidden units of the MLPs; 0 is four times the width.")
     causal: bool = key(
-        False, "Use causal attention (CLIP), not bidirectional attention (LiT, SigLIP)."
+        False,
+        "Use causal attention (CLIP) instead of bidirectional attention (LiT, SigLIP).",
     )
     pool: str = key(
         "last",
-        'Token whose output is the embedding: the "last" one (LiT, SigLIP), or the '
-        'first end-of-text token, "eos" (CLIP).',
+        'Token that becomes the embedding of a text: the "last" token (LiT, SigLIP), '
+        'or "eos", the first end-of-text token (CLIP).',
         choices=("last", "eos"),
     )
     eos_id: int = key(
         -1,
-        "Number of the end-of-text token; -1 is that of `data.tokenizer`.",
+        "Id of the end-of-text token; -1 is the id in `data.tokenizer`.",
         at_least=-1,
         only_if={"pool": ("eos",)},
     )
     projection: str = key(
         "bias",
-        'Last linear layer: with a "bias" (LiT, SigLIP), or "plain", without one '
-        "(CLIP).",
+        'Last linear layer of the text tower: with a "bias" (LiT, SigLIP), or "plain", '
+        "without a bias (CLIP).",
         choices=("bias", "plain"),
     )
     activation: str = key(
@@ -88,8 +90,8 @@ class TextConfig:
         """Builds the network.
 
         Args:
-          num_tokens: T, number of tokens per text.
-          embed_dim: E, width of the shared space.
+          num_tokens: number of tokens per text, T.
+          embed_dim: width of the shared space, E.
           dtype, remat_policy, platform: see `EncoderConfig`.
         """
         return TextTransformer(
@@ -98,7 +100,7 @@ class TextConfig:
 
 
 class TextTransformer(nn.Module):
-    """Embeds texts.
+    """A text transformer, which embeds texts.
 
     Attributes:
       config: config of the tower, with `vocab_size` and, for pool "eos", `eos_id` set.
@@ -114,7 +116,7 @@ class TextTransformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B E"]:
-        """Returns unnormalised embeddings, float32."""
+        """Returns embeddings, float32, which are not normalised."""
         config, T = self.config, self.num_tokens
         row = initializers.TABLE[config.init]
         shape = (config.vocab_size, config.width)
@@ -193,7 +195,7 @@ def embed_texts(
 
 @jax.named_scope("contrastive")
 def normalized(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
-    """Divides rows by their norms; zero rows have the value and the gradient 0."""
+    """Divides rows by their norms; for rows of zeros, value and gradient are 0."""
     square = jnp.square(x).sum(-1, keepdims=True)
     safe = jnp.where(square > 0, square, 1)
     return x / (jnp.sqrt(safe) + _EPSILON)
@@ -213,14 +215,14 @@ def logits(
 
 
 def scale_and_bias(params: Mapping) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the factor of similarities, and the term added to them."""
+    """Returns the factor of similarities, and the term that is added to them."""
     scale = jnp.exp(jnp.asarray(params[LOGIT_SCALE]).reshape(()))
     bias = jnp.asarray(params.get(LOGIT_BIAS, jnp.zeros(1))).reshape(())
     return scale, bias
 
 
 def check_params(module: TextTransformer, params: Mapping, source: str) -> None:
-    """Raises UserError if names or shapes of parameters are not those of a tower.
+    """Raises UserError if names or shapes of parameters do not fit a text tower.
 
     Args:
       module: text tower.
@@ -232,13 +234,13 @@ def check_params(module: TextTransformer, params: Mapping, source: str) -> None:
     for name in sorted(wanted.keys() | given.keys()):
         if wanted.get(name) != given.get(name):
             raise UserError(
-                f"{source}: text/{name} has shape {given.get(name)}, but its text tower "
-                f"has {wanted.get(name)}: give the whole checkpoint"
+                f"{source}: text/{name} has shape {given.get(name)}, but the text tower "
+                f"needs {wanted.get(name)}: use the complete checkpoint"
             )
 
 
 @functools.lru_cache(maxsize=8)
 def shapes(module: TextTransformer) -> dict:
-    """Returns the shapes of a tower's parameters, a nested dict."""
+    """Returns the shapes of the parameters of a text tower, a nested dict."""
     tokens = jnp.zeros((1, module.num_tokens), jnp.int32)
     return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]

@@ -1,6 +1,7 @@
-"""A text tower with its parameters and tokenizer, for zero-shot and retrieval.
+"""A text tower with parameters and tokenizer, for zero-shot evaluation and retrieval.
 
-Letters: B images or texts, D features, E width of the shared space, K classes, T tokens.
+Letters: B images or texts, D features, E width of the shared space, K classes, T
+tokens.
 """
 
 import copy
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from vit_jax.errors import UserError
 from vit_jax.models import text
 
-_BATCH = 64  # Texts that are embedded at once.
+_BATCH = 64  # Number of texts that are embedded at once.
 
 
 class TextTower:
@@ -25,9 +26,10 @@ class TextTower:
     Args:
       module: text transformer.
       params: parameters beside the image network, see models/text.py.
-      open_tokenizer: function that opens the tokenizer; called for the first text.
-      sigmoid: whether each similarity is the logit of a probability (SigLIP), not all of
-        a distribution over texts (CLIP).
+      open_tokenizer: function that opens the tokenizer; it is called for the first
+        text.
+      sigmoid: whether each similarity is the logit of a separate probability (SigLIP)
+        instead of a distribution over texts (CLIP).
       source: name of the checkpoint, for messages.
 
     Attributes:
@@ -59,8 +61,8 @@ class TextTower:
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the text tower of "
-                f"{self._source} has {vocab_size}: give the tokenizer of its training by "
-                "--tokenizer"
+                f"{self._source} has {vocab_size}: set --tokenizer to the tokenizer of its "
+                "training"
             )
         return tokenizer
 
@@ -92,12 +94,12 @@ class TextTower:
           prompts: texts with "{}" for the name.
 
         Raises:
-          UserError: names are empty, or a prompt has no "{}".
+          UserError: `names` is empty, or a prompt does not contain "{}".
 
         Source: prompt ensembles of CLIP (arXiv:2103.00020, section 3.1.4).
         """
         if not names:
-            raise UserError("texts=[]: give at least one to compare images with")
+            raise UserError("texts=[]: set at least one text to compare images with")
         embeddings = self.embed(filled(prompts, names))
         means = embeddings.reshape(len(names), len(prompts), -1).mean(1)
         return means / np.linalg.norm(means, axis=1, keepdims=True)
@@ -115,7 +117,7 @@ class TextTower:
         return self._run(text.logits, images, texts)
 
     def _run(self, function: Callable, *arrays: np.ndarray | jax.Array) -> np.ndarray:
-        """Computes a function of the parameters and arrays, replicated on every host."""
+        """Calls a function of the parameters and arrays, replicated on every host."""
         sharding = jax.tree.leaves(self.params)[0].sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -130,17 +132,19 @@ def _jit(function: Callable, sharding: Sharding) -> Callable:
 
 
 def filled(prompts: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the texts of classes: all prompts of the first, then of the next.
+    """Returns all prompts of the first class, then all of the second class, and so on.
 
     Raises:
-      UserError: a prompt has no "{}", or a name is a WordNet id.
+      UserError: a prompt does not contain "{}", or a name is a WordNet id.
     """
     for prompt in prompts:
         if "{}" not in prompt:
-            raise UserError(f"prompt {prompt!r} has no {{}} for the name of a class")
+            raise UserError(
+                f"prompt {prompt!r} has no {{}} for the name of a class: add it"
+            )
     for name in names:
         if re.fullmatch(r"n\d{8}", name):
             raise UserError(
-                f"class {name!r} is a WordNet id, and a text tower reads words: give its name"
+                f"class {name!r} is a WordNet id, but a text tower needs words: use its name"
             )
     return [prompt.replace("{}", name) for name in names for prompt in prompts]

@@ -1,8 +1,9 @@
-"""Sizes of the networks, and the parser of variant strings such as "R50+B/16".
+"""Sizes of networks, and a parser of variant strings such as "R50+B/16".
 
-A variant is an encoder, "B/16" (size and side of a patch in pixels), a hybrid, "R50+B/16"
-(ResNet stem and encoder; the number is the side of a token in pixels), "C+S/16" with a
-stem of convolutions, or a ResNet, "R50x1" (layers and width factor).
+A variant is an encoder such as "B/16" (size, and side of a patch in pixels), a hybrid
+such as "R50+B/16" (ResNet stem and encoder; the number is the side of a token in
+pixels), an encoder with a convolutional stem such as "C+S/16", or a ResNet such as
+"R50x1" (number of layers and width factor).
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ N = TypeVar("N")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Keys of `config.model` that every network has; `CONFIGS` lists its subclasses.
+    """Keys of `config.model` for every network; `CONFIGS` has the subclasses.
 
     Attributes:
-      platform: platform that the network will run on, "cpu", "gpu" or "tpu"; "" is JAX's
+      platform: platform that the network runs on, "cpu", "gpu" or "tpu"; "" is JAX's
         default backend. Not a key.
     """
 
@@ -32,7 +33,7 @@ class ModelConfig:
 
     variant: str = key(
         "B/16",
-        'Network, size and patch, as "B/16", "R50+B/16" or "R50x1"; see '
+        'Network, size and patch size, such as "B/16", "R50+B/16" or "R50x1"; see '
         "vit_jax/models/variants.py.",
     )
     head_bias_init: float = key(
@@ -43,17 +44,17 @@ class ModelConfig:
     )
     dtype: str = key(
         "float32",
-        "Dtype of the computation, whatever the dtype of images; parameters are "
-        "float32.",
+        "Dtype of the computation, for any dtype of images; parameters are float32.",
         choices=("float32", "bfloat16"),
     )
 
 
-# Keys of earlier versions, which files of weights and workdirs may have. They changed
-# nothing but first values.
+# Keys of earlier versions, which files of weights and workdirs may contain. They only
+# changed initial values.
 FORMER_KEYS = ("token_init_std",)
 
-# Regular expressions of variants to dataclasses of `config.model`; the first match counts.
+# Regular expressions of variants -> dataclasses of the config section `model`; the
+# first match is used.
 CONFIGS = Registry(
     {
         r"Axial-.*": "vit_jax.models.axial:AxialConfig",
@@ -69,7 +70,7 @@ CONFIGS = Registry(
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Numbers of one encoder size.
+    """The numbers of an encoder size.
 
     Attributes:
       width: features per token.
@@ -86,11 +87,12 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """Numbers of a ResNet, or of the stem of a hybrid.
+    """The numbers of a ResNet, or of the stem of a hybrid.
 
     Attributes:
-      stage_depths: bottleneck units of each stage; () is the root alone.
-      stem_width: features of the root; stage i has bottlenecks of 2^i times as many.
+      stage_depths: number of bottleneck units of each stage; () is only the root.
+      stem_width: features of the root; the bottlenecks of stage i have 2^i times as
+        many.
     """
 
     stage_depths: tuple[int, ...]
@@ -131,12 +133,12 @@ RESNETS = {
     "R200": (3, 24, 36, 3),
 }
 
-# Stem and side of a token in pixels -> units per stage and side of a patch on the stem's
-# features: ViT, section 4.1, for R50; AugReg (arXiv:2106.10270), section 3.3, for the
-# others. The published R+Ti/16 has tokens of 32 pixels in spite of its name: the root
-# reduces by 4, and its patch is 8.
+# (stem, side of a token in pixels) -> (units per stage, side of a patch in features of
+# the stem). Sources: ViT, section 4.1, for R50; AugReg (arXiv:2106.10270), section 3.3,
+# for the others. Despite its name, the published R+Ti/16 has tokens of 32 pixels: the
+# root reduces the resolution by 4, and a patch has 8 features per side.
 STEMS = {
-    ("R50", 16): ((3, 4, 9), 1),  # Stage 4 is removed, its units are in stage 3.
+    ("R50", 16): ((3, 4, 9), 1),  # The units of stage 4 are moved to stage 3.
     ("R50", 32): ((3, 4, 6, 3), 1),
     ("R26", 32): ((2, 2, 2, 2), 1),
     ("R", 16): ((), 8),
@@ -160,7 +162,7 @@ def parse(variant: str) -> Variant:
       variant: string such as "B/16", "R50+B/16" (or "R50x1+B/16") or "R152x4".
 
     Raises:
-      UserError: it has another form, or an unknown size, stem or depth.
+      UserError: the string has another form, or an unknown size, stem or depth.
     """
     if match := re.fullmatch(r"(R\d+)x(\d+)", variant):
         if match[1] in RESNETS and re.fullmatch("0*[1-9][0-9]?", match[2]):
@@ -168,7 +170,7 @@ def parse(variant: str) -> Variant:
             return Variant(None, 1, resnet)
         raise UserError(
             f"model.variant={variant!r}: ResNets are {', '.join(RESNETS)}, each with a "
-            "width factor from 1 to 99, as 'R50x1'"
+            "width factor from 1 to 99, such as 'R50x1'"
         )
     match = re.fullmatch(r"(?:(R\d*)(?:x1)?\+|C\+)?(\w+)/(\d+)", variant)
     if (
@@ -177,9 +179,9 @@ def parse(variant: str) -> Variant:
         or not re.fullmatch("0*[1-9][0-9]{0,3}", match[3])
     ):
         raise UserError(
-            f"model.variant={variant!r} is not SIZE/PATCH with a size out of "
-            f"{', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'B/16', nor a hybrid "
-            "as 'R50+B/16', nor a ResNet as 'R50x1'"
+            f"model.variant={variant!r} is not SIZE/PATCH: choose a size out of "
+            f"{', '.join(SIZES)} and a patch from 1 to 9999 pixels, such as 'B/16', a hybrid "
+            "such as 'R50+B/16', or a ResNet such as 'R50x1'"
         )
     size, patch = SIZES[match[2]], int(match[3])
     if match[1] is None:
@@ -192,22 +194,22 @@ def parse(variant: str) -> Variant:
 
 
 def parse_size(variant: str, family: str, sizes: Mapping[str, N]) -> tuple[N, int]:
-    """Parses FAMILY-SIZE/PATCH, such as "Mixer-B/16", into numbers and patch side.
+    """Parses FAMILY-SIZE/PATCH, such as "Mixer-B/16"; returns size and patch size.
 
     Raises:
-      UserError: it has another form, or an unknown size.
+      UserError: the variant has another form, or an unknown size.
     """
     match = re.fullmatch(rf"{family}-(\w+)/0*([1-9]\d{{0,3}})", variant)
     if not match or match[1] not in sizes:
         raise UserError(
-            f"model.variant={variant!r} is not {family}-SIZE/PATCH with a size out of "
-            f"{', '.join(sizes)} and a patch from 1 to 9999 pixels, as '{family}-B/16'"
+            f"model.variant={variant!r} is not {family}-SIZE/PATCH: choose a size out of "
+            f"{', '.join(sizes)} and a patch from 1 to 9999 pixels, such as '{family}-B/16'"
         )
     return sizes[match[1]], int(match[2])
 
 
 def with_numbers(config: T, numbers: Size | ResNet) -> T:
-    """Returns a config whose keys that are 0 have the variant's numbers instead."""
+    """Returns the config with every key that is 0 replaced by the variant's value."""
     missing = {
         field.name: getattr(numbers, field.name)
         for field in dataclasses.fields(numbers)
@@ -217,7 +219,7 @@ def with_numbers(config: T, numbers: Size | ResNet) -> T:
 
 
 def overridden(numbers: N, config: ModelConfig) -> N:
-    """Returns a variant's numbers, replaced by the keys of the config that are not 0."""
+    """Returns a variant's numbers, overridden by keys of the config that are not 0."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(numbers)}
     given = {name: value for name, value in values.items() if np.any(value)}
     return dataclasses.replace(numbers, **given)

@@ -1,4 +1,4 @@
-"""The keys of a Vision Transformer, those of its variations included."""
+"""The config keys of a Vision Transformer with all its variations."""
 
 import dataclasses
 
@@ -25,4 +25,4 @@ class VariedConfig(
     RelativeBiasConfig,
     ViTConfig,
 ):
-    """All others, as `B/16`"""
+    """Vision Transformers such as `B/16`"""

@@ -19,12 +19,12 @@ from vit_jax.models.pooling import Weights
 
 
 class VisionTransformer(nn.Module):
-    """A Vision Transformer of images of one size.
+    """A Vision Transformer for images of one size.
 
     Attributes:
-      config: output of `placed` of a `ViTConfig`, which imports this file.
+      config: result of `ViTConfig.placed`.
       num_classes: L; 0 for no classifier.
-      grid: rows and columns of patches for which it has positions.
+      grid: rows and columns of patches that the network has positions for.
     """
 
     config: Any
@@ -44,19 +44,20 @@ class VisionTransformer(nn.Module):
         """Classifies images, or encodes their tokens.
 
         Args:
-          images: normalised images, whose sides are multiples of the patch.
-          train: whether dropout and stochastic depth are active (needs an rng
-            "dropout").
-          edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
-            before positions are added.
-          visible: indices of the patches of each image that the blocks get; None for
-            all. Positions of pairs of tokens need all.
+          images: normalised images; height and width are multiples of the patch size.
+          train: whether dropout and stochastic depth are active, which need the rng
+            "dropout".
+          edit_patches: function that changes the patch embeddings (B, YX, D), row by
+            row, before positions are added.
+          visible: indices of the patches of each image that the blocks process; None
+            for all patches, which positions of pairs of tokens need.
           classify: whether to classify; otherwise the tokens of the encoder are
-            returned, the prefix first.
+            returned, the prefix tokens first.
 
         Returns:
-          "pre_logits" (B, D), the features, and "logits" (B, L), unless L is 0; float32.
-          With pool "none" (B, N, D) and (B, N, L), with "token_gap" (B, 2 D) and (B, L).
+          A dict of float32 arrays: "pre_logits" (B, D), the features, and "logits" (B,
+          L) unless L is 0. The shapes are (B, N, D) and (B, N, L) with pool "none", and
+          (B, 2 D) and (B, L) with pool "token_gap".
         """
         x = self.embed(images, edit_patches)
         x = self.encode(x, train=train, visible=visible)
@@ -75,7 +76,7 @@ class VisionTransformer(nn.Module):
         patches: Float[Array, "B y x D"],
         edit_patches: Callable[[Array], Array] | None,
     ) -> Float[Array, "B N D"]:
-        """Returns embedded patches behind the learnt tokens; see `__call__`."""
+        """Returns the learned tokens, then the embedded patches; see `__call__`."""
         B, *_, D = patches.shape
         x = patches.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
@@ -94,9 +95,9 @@ class VisionTransformer(nn.Module):
         """Returns the embedding of each patch; call it in a compact method.
 
         Args:
-          images: images.
+          images: normalised images.
           kind: class of the embedding.
-          options: attributes that this class adds.
+          options: additional attributes of this class.
         """
         config = self.config
         embedding = kind(
@@ -111,7 +112,10 @@ class VisionTransformer(nn.Module):
         return embedding(config.stem(images))
 
     def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
-        """Returns the learnt tokens before the patches."""
+        """Returns the learned tokens that are put before the patches.
+
+        Call it in a compact method.
+        """
         config, tokens = self.config, []
         row = initializers.TABLE[config.init]
         if "class token" in config.prefix_tokens:
@@ -134,8 +138,8 @@ class VisionTransformer(nn.Module):
         """Returns an encoder of this network; call it in a compact method.
 
         Args:
-          kind: its class.
-          config: in the place of the network's.
+          kind: class of the encoder.
+          config: config of the encoder; None for the config of the network.
         """
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
         return kind(config or self.config, self.grid, P, R, name=ENCODER)
@@ -167,7 +171,7 @@ class VisionTransformer(nn.Module):
 
 @functools.cache
 def varied(variations: tuple[type[VisionTransformer], ...]) -> type[VisionTransformer]:
-    """Returns the class of a network that has all these variations, the outermost first."""
+    """Returns the class of a network with all these variations, the outermost first."""
     if not variations:
         return VisionTransformer
     return type("".join(kind.__name__ for kind in variations), variations, {})

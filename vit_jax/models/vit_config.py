@@ -1,6 +1,7 @@
-"""Keys of a Vision Transformer: those of its encoder, its tokens, pooling and head.
+"""Config keys of a Vision Transformer: encoder, tokens, pooling and head.
 
-Letters: B images, Y by X pixels, N tokens, C channels, D model width, F pooled features.
+Letters: B images, Y by X pixels, N tokens, C channels, D model width, F pooled
+features.
 """
 
 import dataclasses
@@ -40,27 +41,31 @@ class ViTConfig(EncoderConfig):
 
     pool: str = key(
         "token",
-        'Input of the classifier: the class "token", "gap" (mean of the patches), '
-        '"token_gap" (both, as in DINOv2\'s linear classifiers), "map" (attention '
-        'pooling), or "none" (every token).',
+        'Pooling of tokens for the classifier: "token" (the class token), "gap" (the '
+        'mean of the patches), "token_gap" (both, as in DINOv2\'s linear classifiers), '
+        '"map" (attention pooling), or "none" (every token is classified).',
         choices=tuple(pooling.POOLS),
     )
     class_token: bool = key(
         False,
-        "Keep a class token beside the patches.",
+        "Add a class token although `model.pool` does not need it.",
         only_if={"pool": ("gap", "map", "none")},
     )
     num_register_tokens: int = key(
         0,
-        "Number of registers (arXiv:2309.16588): learned tokens without position "
-        'before the patches. Only pool="map" reads them.',
+        "Number of registers (arXiv:2309.16588): learned tokens before the patches, "
+        'without positions. Only the pooling "map" uses their outputs.',
         below=1_000,
     )
     representation_layer: bool = key(
-        False, "Add a tanh layer of the width of the model before the classifier."
+        False,
+        "Add a dense layer with tanh, of the width of the model, before the "
+        "classifier.",
     )
     fc_norm: bool = key(
-        False, "Put the final LayerNorm after the pooling, as timm's fc_norm."
+        False,
+        "Apply the final LayerNorm after the pooling instead of before it, as timm's "
+        "fc_norm does.",
     )
     cls_norm: bool = key(
         False,
@@ -70,12 +75,12 @@ class ViTConfig(EncoderConfig):
 
     @property
     def numbers(self) -> variants.Variant:
-        """Size of the encoder and side of a patch; a user's network overrides it."""
+        """Sizes of the variant; the config of a user's network overrides them."""
         return variants.parse(self.variant)
 
     @property
     def variations(self) -> tuple[type[VisionTransformer], ...]:
-        """Classes that change the network as the keys ask, the outermost first."""
+        """Classes of the variations that the keys turn on, the outermost first."""
         return ()
 
     @property
@@ -95,7 +100,7 @@ class ViTConfig(EncoderConfig):
 
     @property
     def encoder_stride(self) -> int:
-        """Side of a patch in pixels, since no patches are merged."""
+        """Side of a patch in pixels, since patches are not merged."""
         return self.patch_size
 
     @property
@@ -107,7 +112,7 @@ class ViTConfig(EncoderConfig):
 
     @property
     def encoder_norm(self) -> bool:
-        """Whether a LayerNorm ends the encoder; `fc_norm` comes after the pooling."""
+        """Whether the encoder ends with a LayerNorm; with `fc_norm` it does not."""
         return self.final_norm and not self.fc_norm
 
     def sized(self) -> "ViTConfig":
@@ -142,11 +147,11 @@ class ViTConfig(EncoderConfig):
         old_grid: tuple[int, int],
         grid: tuple[int, int],
     ) -> Mapping:
-        """See `NetworkConfig.resize`; the method is `posemb_resize` of the source."""
+        """Resizes with the source's `posemb_resize`; see `NetworkConfig.resize`."""
         if old_grid != grid and self.posemb == "relative":
             raise UserError(
-                "model.posemb='relative' has positions for one image size alone: set it "
-                "to 'learned'"
+                "model.posemb='relative' cannot be resized to another image size: set "
+                "it to 'learned'"
             )
         return positions.resize(params, old_grid, grid, method=source.posemb_resize)
 
@@ -158,9 +163,11 @@ class ViTConfig(EncoderConfig):
         norm: bool,
         places: Weights | None = None,
     ) -> Float[Array, "B F"]:
-        """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token.
+        """Returns one vector per image: the class token with `pool="token"`.
 
-        `places` are the weights of patches in the pooling; None for equal weights.
+        Args:
+          params, x, norm: see `NetworkConfig.pool_layer`.
+          places: weights of the patches in the pooling; None for equal weights.
         """
         x = pooling.of_layer(self)(self, x, places)
         if norm and self.fc_norm:
@@ -180,12 +187,12 @@ class ViTConfig(EncoderConfig):
             )
         if self.cls_norm and not (self.encoder_norm and self.prefix_tokens):
             raise UserError(
-                "model.cls_norm=True is the final norm of tokens before the patches: it "
-                "needs model.final_norm=True, model.fc_norm=False and such tokens, for "
-                "example by model.pool='token'"
+                "model.cls_norm=True adds a final norm for tokens before the patches: "
+                "set model.final_norm=True, model.fc_norm=False, and add such tokens, "
+                "for example by model.pool='token'"
             )
         if self.pool == "token_gap" and self.fc_norm:
             raise UserError(
-                "model.fc_norm=True with model.pool='token_gap', which pools two vectors: "
-                "set model.fc_norm=False"
+                "model.fc_norm=True does not support model.pool='token_gap', which "
+                "pools two vectors: set model.fc_norm=False"
             )

@@ -1,6 +1,6 @@
-"""Windows of a grid of patches, within which the blocks of a Swin Transformer attend.
+"""Windows of a grid of patches, for the attention of Swin Transformers.
 
-Letters: B images, N patches, W windows, M patches of a window, D width, Y by X patches.
+Letters: B images, N patches, W windows, M patches per window, D width, Y by X patches.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Windows(NamedTuple):
     """Windows of a block.
 
     Attributes:
-      grid: patches of the image, down and across.
-      size: patches of a window, down and across.
-      shift: shift of the windows in patches, down and across.
+      grid: rows and columns of patches of the image.
+      size: rows and columns of patches of a window.
+      shift: shift of the windows in rows and columns.
       pad_first: whether the grid is padded before it is shifted.
       masked: term added to the logits of patches that are not neighbours.
     """
@@ -32,11 +32,11 @@ class Windows(NamedTuple):
 
     @property
     def padded(self) -> Grid:
-        """The grid, padded to a multiple of the window."""
+        """The size of the grid after padding to a multiple of the window."""
         return tuple(-(-g // s) * s for g, s in zip(self.grid, self.size, strict=True))
 
     def split(self, x: Float[Array, "B N D"]) -> Float[Array, "B W M D"]:
-        """Returns patches by window; padding is zeros."""
+        """Returns the patches of each window; padding has zeros."""
         B, _, D = x.shape
         x = x.reshape(B, *self.grid, D)
         more = [(0, p - g) for p, g in zip(self.padded, self.grid, strict=True)]
@@ -50,7 +50,7 @@ class Windows(NamedTuple):
         return x.reshape(B, -1, h * w, D)
 
     def join(self, x: Float[Array, "B W M D"]) -> Float[Array, "B N D"]:
-        """Undoes `split`."""
+        """Returns the grid of patches from windows: the inverse of `split`."""
         B, D = x.shape[0], x.shape[-1]
         (Y, X), (h, w) = self.padded, self.size
         x = x.reshape(B, Y // h, X // w, h, w, D).swapaxes(2, 3).reshape(B, Y, X, D)
@@ -82,7 +82,7 @@ class Windows(NamedTuple):
 
 
 def pad(x: Float[Array, "B Y X D"], more: Sequence[tuple[int, int]]) -> Array:
-    """Pads rows and columns with zeros, (before, after) each."""
+    """Pads rows and columns with zeros; `more` has (before, after) for both."""
     return jnp.pad(x, ((0, 0), *more, (0, 0))) if np.any(more) else x
 
 

@@ -1,6 +1,6 @@
-"""What the loop does after steps: it saves, evaluates, and records a trace.
+"""Callbacks of the loop that save, evaluate and record a trace after steps.
 
-Each is a `Callback`, called on every host in the order of the loop's list.
+They are called on every host, in the order of the list in loop.py.
 """
 
 import math
@@ -20,7 +20,10 @@ from vit_jax.weights import checkpoint_folders as folders
 
 
 class Interval:
-    """Every `steps` steps, every `epochs` epochs, and the last step; 0 is never."""
+    """Interval of an action: every `steps` steps, every `epochs` epochs, last step.
+
+    0 steps or 0 epochs turn that interval off; the last step is always included.
+    """
 
     def __init__(self, steps: int, epochs: float, setup: TrainSetup):
         intervals = steps, round(epochs * setup.length.steps_per_epoch)
@@ -28,7 +31,7 @@ class Interval:
         self._total_steps = setup.total_steps
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to act after a step."""
+        """Returns whether the action is due after a step."""
         return step >= self._total_steps or any(not step % i for i in self._intervals)
 
 
@@ -46,7 +49,7 @@ class Saving(Callback):
         run = self._run
         if not self._interval.is_due(step):
             return
-        run.metrics()  # They must be finite.
+        run.metrics()  # Raises if they are not finite.
         with run.logger.pause("checkpoint"):
             run.save()
             run.notify("checkpoint", step)
@@ -78,9 +81,9 @@ class Evaluating(Callback):
         self._best = BestCheckpoint(run.config, run.logger.history, saved)
 
     def catch_up(self) -> None:
-        """Evaluates what the start before this one did not, when all have begun.
+        """Runs the evaluations in which the previous start was interrupted, if any.
 
-        It may have ended between a save and the scores.
+        It is called after `begin` of all callbacks.
         """
         run = self._run
         names = self._due(run.start)
@@ -90,7 +93,7 @@ class Evaluating(Callback):
             self._best.update(run.start, run.final)
         run.checkpoints.keep_best(self._best.record)
         if self._best.record and self._best.step == run.start:
-            run.save()  # It may be on local disks only.
+            run.save()  # The best state may be on local disks only.
         if self._best.is_exhausted:
             run.last_step = run.start
 
@@ -122,7 +125,7 @@ class Evaluating(Callback):
                 f"{metric} than step {best.step}"
             )
         chosen = best.step if best.step in folders.steps(run.workdir) else last
-        if chosen != best.step:  # None was best, or it could not be saved.
+        if chosen != best.step:  # There is no best step, or it could not be saved.
             run.checkpoints.keep_best({})
         elif best.record:
             run.best = best.record
@@ -131,9 +134,10 @@ class Evaluating(Callback):
             run.logger.info(
                 f"restoring step {chosen}, the best by {metric} ({best.score:.4f})"
             )
-            run.state = None  # The devices may not hold two.
+            run.state = None  # The devices may not have memory for two states.
             run.state = run.checkpoints.load(chosen)
-        scored = run.final and last == run.total_steps  # By all that are due then.
+        # Whether all evaluations that are due at the end have run.
+        scored = run.final and last == run.total_steps
         if chosen != last or (run.start == last and not scored):
             self._evaluate(self._due(run.total_steps), at=chosen)
 
@@ -142,10 +146,15 @@ class Evaluating(Callback):
         return [name for name, each in self._intervals.items() if each.is_due(step)]
 
     def _evaluate(self, names: list[str], at: int | None = None) -> bool:
-        """Sets `run.final` to the scores of the state, which is that after step `at`.
+        """Evaluates the state and sets `run.final` to the scores.
+
+        Args:
+          names: names of the evaluations.
+          at: step of the state; None: `run.step`.
 
         Returns:
-          Whether it has; not if a signal came, when the run is `ending`.
+          Whether the evaluations were completed. False if a signal was received; then
+          `run.ending` is set.
         """
         run, state, suite = self._run, self._run.state, self._run.setup.suite
         step = run.step if at is None else at
@@ -169,12 +178,16 @@ class Evaluating(Callback):
 class BestCheckpoint:
     """Follows `checkpoint.best_metric` over the evaluations of a run.
 
-    It is a function of the scores alone, so that a resumed run, which reads them from
-    metrics.jsonl up to its first step (`history`), chooses and stops like one that was
-    never interrupted. Steps that are not `saved` cannot be chosen.
+    The result depends only on the scores. So a resumed run, which reads earlier scores
+    from metrics.jsonl, chooses and stops like a run that was never interrupted.
+
+    Args:
+      config: complete config.
+      history: lines of metrics.jsonl up to the first step of this start.
+      saved: steps that are saved; other steps cannot be chosen.
 
     Attributes:
-      step: steps taken at the best evaluation; 0 without one.
+      step: number of steps taken at the best evaluation; 0 if there is none.
       score: value of the metric at that step.
     """
 
@@ -188,7 +201,7 @@ class BestCheckpoint:
         if not self._metric:
             return
         evaluation, self._name = self._metric.split("/", 1)
-        # The averaged parameters are what readers of the workdir load.
+        # Commands that read the workdir load the averaged parameters.
         kind = "ema" if config.has_average else "params"
         self._prefix = f"{evaluation}/{kind}/"
         self._sign = -1 if lower_is_better(self._name) else 1
@@ -200,23 +213,24 @@ class BestCheckpoint:
 
     @property
     def record(self) -> dict:
-        """Step, metric and score of the best evaluation; empty without one."""
+        """Step, metric and score of the best evaluation; empty if there is none."""
         if not self.step:
             return {}
         return {"step": self.step, "metric": self._metric, "score": self.score}
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether `early_stopping_evals` evaluations in a row were no better."""
+        """Whether the last `early_stopping_evals` evaluations were no improvement."""
         return bool(self._patience) and self._since >= self._patience
 
     def update(self, step: int, scores: Mapping) -> bool:
         """Adds the scores after a step; returns whether they are the best so far.
 
-        Ignored are a second call for a step, and scores without the deciding evaluation.
+        A second call for the same step is ignored, and so are scores without the
+        evaluation of `checkpoint.best_metric`.
 
         Raises:
-          UserError: that evaluation has no such metric.
+          UserError: the evaluation does not compute the metric.
         """
         if not self._metric or self._prefix.split("/")[0] not in scores:
             return False
@@ -226,8 +240,8 @@ class BestCheckpoint:
             prefix = self._prefix
             known = [n.removeprefix(prefix) for n in flat if n.startswith(prefix)]
             raise UserError(
-                f"checkpoint.best_metric={self._metric!r}: that evaluation gives "
-                f"{', '.join(known)}, and no {self._name!r}"
+                f"checkpoint.best_metric={self._metric!r}: this evaluation does not "
+                f"compute {self._name!r}: choose one of {', '.join(known)}"
             )
         return self._take(step, flat[name])
 
@@ -244,19 +258,19 @@ class BestCheckpoint:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Returns whether the smallest value of a metric is best: of losses and errors."""
+    """Returns whether lower values of a metric are better, as for losses and errors."""
     return metric == "ece" or any(word in metric for word in ("loss", "error"))
 
 
 class Tracing(Callback):
-    """Records what host and device do in some steps; a context manager around the steps.
+    """Records a profiler trace of some steps; a context manager around the steps.
 
-    The trace lies in `workdir/tensorboard/plugins/profile/steps_FIRST_to_LAST/`. Only
-    the first process records: the others compute the same, and a trace of a pod would
-    be too large to open.
+    The trace is written to `workdir/tensorboard/plugins/profile/steps_FIRST_to_LAST/`.
+    Only the first process records: the others compute the same, and a trace of a pod
+    would be too large to open.
 
     Raises:
-      UserError: the run has no such steps.
+      UserError: the run does not have these steps.
     """
 
     on_every_host = True
@@ -266,9 +280,8 @@ class Tracing(Callback):
         self._first, self._last = steps if any(steps) else (0, 0)
         if self._last > setup.total_steps:
             raise UserError(
-                f"profile_steps={steps} asks for a trace of steps that the run of "
-                f"{setup.total_steps} does not take: set it to steps from 1 to "
-                f"{setup.total_steps}"
+                f"profile_steps={steps}: the run has only {setup.total_steps} steps: set "
+                f"it to steps from 1 to {setup.total_steps}"
             )
         self._recording, self._local = False, None
 
@@ -276,14 +289,14 @@ class Tracing(Callback):
         self._run, self._folder = run, epath.Path(run.workdir) / "tensorboard"
         if self._first and run.start >= self._first:
             run.logger.info(
-                f"profile_steps={run.config.profile_steps}: this start begins after step "
-                f"{run.start}: no trace"
+                f"profile_steps={run.config.profile_steps}: no trace, because this start "
+                f"begins after step {run.start}"
             )
 
     def after_step(self, step: int) -> None:
         if self._recording and step == self._last:
             with self._run.logger.pause():
-                self._run.metrics()  # The device is done with it.
+                self._run.metrics()  # Waits until the device has computed the step.
                 self._end()
             self._run.logger.info(
                 f"trace of steps {self._first} to {self._last} under {self._folder}: "
@@ -305,7 +318,7 @@ class Tracing(Callback):
         options = jax.profiler.ProfileOptions()
         options.session_id = f"steps_{self._first}_to_{self._last}"
         folder = self._folder
-        if "://" in str(folder):  # The profiler writes to disks only.
+        if "://" in str(folder):  # The profiler can write to disks only.
             self._local = tempfile.TemporaryDirectory()
             folder = self._local.name
         jax.profiler.start_trace(os.fspath(folder), profiler_options=options)

@@ -1,7 +1,7 @@
-"""What happens beside the training steps: a run, and the protocol of what acts on it.
+"""The object of a run, and the base class of callbacks that act after its steps.
 
-The actions of the loop (actions.py, metric_logger.py), trackers and a user's callbacks are
-all a `Callback`. The loop does not know which there are.
+The actions of the loop (actions.py, metric_logger.py), trackers and a user's callbacks
+all derive from `Callback`. The loop itself treats them all in the same way.
 """
 
 import dataclasses
@@ -25,28 +25,29 @@ if TYPE_CHECKING:  # These modules import the trackers, which are callbacks.
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """A run that trains.
+    """A training run.
 
-    A callback reads the attributes up to `state`, and keeps no array: the next step
-    overwrites its memory. The others serve the actions of the loop.
+    A user's callback may read the attributes up to `state`. It must not keep arrays of
+    the state, because the next step overwrites their memory. The attributes after
+    `state` are for the actions of the loop.
 
     Attributes:
       config: complete config.
       workdir: folder of checkpoints and metrics.
-      commit: of this code, see `run_report.commit`.
-      start: steps taken by earlier starts, 0 unless the run resumes.
-      total_steps: steps of the whole run.
-      num_parameters: number of parameters, those of the task included.
-      step: steps taken.
-      state: state after them; the device may still be computing it.
+      commit: commit of this code, see `run_report.commit`.
+      start: number of steps taken by earlier starts; 0 for a new run.
+      total_steps: number of steps of the whole run.
+      num_parameters: number of parameters, including those of the task.
+      step: number of steps taken.
+      state: state after `step` steps; the device may still be computing it.
       last_step: step at which this start ends.
       setup: functions and data of the run.
       checkpoints, logger, clock, watchdog, preemption: helpers that the loop opened.
       callbacks: all callbacks, in the order in which they are called.
-      notes: lines for the user from before the first step.
+      notes: lines to be logged before the first step.
       final: scores of the newest evaluations.
-      best: step, metric and score of the best checkpoint; empty without one.
-      ending: whether a signal ends the run when all callbacks have been called.
+      best: step, metric and score of the best checkpoint; empty if there is none.
+      ending: whether to end the run after the callbacks, because a signal was received.
     """
 
     config: "vit_jax.training.config.TrainConfig"
@@ -77,16 +78,16 @@ class Run:
 
         Args:
           event: method of `Callback`.
-          *args: its arguments.
+          *args: arguments of the method.
         """
         for each in self.callbacks:
             if each.on_every_host or jax.process_index() == 0:
                 getattr(each, event)(*args)
 
     def take(self, step: int, state: object, metrics: dict[str, jax.Array]) -> None:
-        """Takes what a step returned, and waits for the step before it.
+        """Stores the results of a step, and waits for the previous step.
 
-        The device never waits for the host: it has the next step already.
+        The device never waits for the host, because this step is already queued on it.
         """
         self.logger.step_started(metrics)
         self.metrics()
@@ -97,7 +98,7 @@ class Run:
         """Waits for the metrics of the last step and returns them.
 
         Raises:
-          Diverged: one is not finite.
+          Diverged: a metric is not finite.
         """
         if not self._fetched:
             values = jax.device_get(self._metrics)
@@ -112,24 +113,25 @@ class Run:
         metrics = self._metrics.items()
         bad = [f"{name}={x}" for name, x in metrics if not math.isfinite(x)]
         if bad:
-            self.checkpoints.wait()  # The one in progress has finite numbers.
+            self.checkpoints.wait()  # The save in progress has finite numbers.
             raise Diverged(
                 f"training stopped at step {self.step}: {', '.join(bad)}; "
                 f"{self.checkpoints.safe()}; lower optim.learning_rate or set "
-                "optim.grad_clip_norm in another --workdir, or set debug_nans=True here "
-                "to name the operation"
+                "optim.grad_clip_norm in another --workdir, or set debug_nans=True in "
+                "this one to find the operation"
             )
 
     def save(self) -> None:
-        """Begins to save the state, unless this step is saved."""
+        """Begins to save the state, unless this step is saved already."""
         self.checkpoints.save(self.step, self.state, *self.clock.elapsed())
 
 
 class Callback:
-    """Base of callbacks, whose methods do nothing.
+    """Base class of callbacks; its methods do nothing.
 
-    With several hosts, callbacks are called on process 0 alone unless `on_every_host`. An
-    error that one raises ends the run; the next start resumes from the last checkpoint.
+    With several hosts, a callback is called on process 0 only, unless `on_every_host`
+    is True. An error in a callback ends the run; the next start resumes from the last
+    checkpoint.
 
     Example:
       >>> import vit_jax
@@ -147,22 +149,22 @@ class Callback:
     on_every_host: ClassVar[bool] = False
 
     def begin(self, run: Run) -> None:
-        """Is called before the first step of a start."""
+        """Called before the first step of a start."""
 
     def after_step(self, step: int) -> None:
-        """Is called when the device has received step `step`, and may be computing it."""
+        """Called when a step is queued on the device, which may still compute it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Is called with what `metrics.jsonl` gets after a step, named as "train/loss"."""
+        """Called with the metrics for `metrics.jsonl`, named like "train/loss"."""
 
     def evaluate(self, step: int, scores: Mapping[str, float]) -> None:
-        """Is called after evaluations, with scores named as "test/params/top1"."""
+        """Called after evaluations, with scores named like "test/params/top1"."""
 
     def checkpoint(self, step: int) -> None:
-        """Is called when a save has begun, which continues while the run does."""
+        """Called when a save has begun, which continues in the background."""
 
     def finish(self) -> None:
-        """Is called after the last step, before the report is made."""
+        """Called after the last step, before the report is written."""
 
     def end(self, report: Mapping) -> None:
-        """Is called when the run is done, with what `vit_jax.train` returns."""
+        """Called at the end of the run, with the report of `vit_jax.train`."""

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
+"""Checkpoints of the whole training state with Orbax: asynchronous and atomic."""
 
 import concurrent.futures
 import contextlib
@@ -31,18 +31,19 @@ from vit_jax.weights import checkpoint_folders as folders
 
 _POLL_SECONDS = 0.2
 _STRAY_SECONDS = 1.0  # TensorStore's threads write for a moment after a failed save.
-_numbers = itertools.count()  # Of saves; the same in all processes.
+_numbers = itertools.count()  # Numbers of saves, the same in all processes.
 
 
 class Checkpointer:
     """Saves and restores the state of one run under `workdir/checkpoints`.
 
-    A save that is killed or fails leaves the previous checkpoint the latest; its files
-    are removed. A failure is printed and does not end the run: the next interval tries
-    again. Leaving it as a context manager waits for the save in progress.
+    If a save is killed or fails, its files are removed, and the previous checkpoint
+    remains the latest one. A failure is printed but does not end the run: the next
+    interval tries again. It is a context manager that waits for the save in progress
+    when it is closed.
 
-    Every checkpoint also has the config, size, class names and fingerprint of the training
-    split, and `TrainSetup.metadata`.
+    Every checkpoint also stores the config, `TrainSetup.metadata`, and the size, class
+    names and fingerprint of the training split.
 
     Args:
       workdir: folder of the run.
@@ -54,8 +55,9 @@ class Checkpointer:
     Attributes:
       failures: number of failed saves since this start.
       data: fingerprint of the training split.
-      latest: step of the newest finished checkpoint, equal on all processes, or None.
-      begun: the same, or the step that is being saved.
+      latest: step of the newest finished checkpoint, equal on all processes; None if
+        there is none.
+      begun: step of the newest checkpoint that is finished or being saved, or None.
     """
 
     def __init__(
@@ -80,22 +82,23 @@ class Checkpointer:
             **metadata,
         }
         self._best, self._tidying = {}, threading.Lock()
-        self._damaged, self._unreadable = [], {}  # Steps; and reasons, by step.
+        self._damaged, self._unreadable = [], {}  # List of steps; step to reason.
         self._saving, self.failures = None, 0
         folders.silence_orbax()
         if jax.process_index() == 0:
             for line in leftovers.remove_unfinished(self._folder):
                 print_error(f"warning: {line}")
-        meshes.process_allgather(removed=True)  # Before the others look.
+        # The other processes look for checkpoints only after the removal.
+        meshes.process_allgather(removed=True)
         self.latest = max(folders.steps(workdir), default=None)
         self.begun = self.latest
-        self._good = time.monotonic()  # When `latest` was saved, or this start began.
+        self._good = time.monotonic()  # Time of the last save, or of this start.
 
     def verify(self) -> None:
         """Sets `latest` to the newest intact checkpoint; each process checks some files.
 
         Raises:
-          UserError: there are checkpoints, and all are damaged.
+          UserError: all checkpoints are damaged.
         """
         me, everyone = jax.process_index(), jax.process_count()
         self._damaged = []
@@ -115,26 +118,27 @@ class Checkpointer:
         raise UserError(
             f"no checkpoint under {self._folder} is intact (damaged: step "
             f"{', '.join(map(str, self._damaged))}{why}): move that folder away to "
-            "begin anew"
+            "start the run again"
         )
 
     def put_damaged_aside(self) -> list[str]:
-        """Renames the checkpoints that `verify` skipped as damaged; returns notes on them."""
+        """Renames checkpoints that `verify` found damaged; returns notes on them."""
         for step in self._damaged if jax.process_index() == 0 else ():
             aside = leftovers.put_aside(folders.path_of(self._workdir, step), "damaged")
             print_error(
-                f"error: resuming from step {self.latest}; the damaged one is kept as "
-                f"{aside}"
+                f"error: resuming from step {self.latest}; the damaged checkpoint is kept "
+                f"as {aside}"
             )
         return [f"the checkpoint of step {step} is damaged" for step in self._damaged]
 
     def restore(self) -> Restored:
-        """Reads the latest checkpoint, which `verify` has chosen, on any mesh.
+        """Restores the latest checkpoint, which `verify` has chosen, on any mesh.
 
-        Returns no state if it cannot be read; the next `verify` counts it as damaged.
+        If the checkpoint cannot be read, the result has no state, and the next `verify`
+        treats the checkpoint as damaged.
 
         Raises:
-          UserError: the data set has changed, unless `data.check` is off.
+          UserError: the data set has changed and `data.check` is on.
         """
         step, state, why = self.latest, None, ""
         path = folders.path_of(self._workdir, step)
@@ -144,10 +148,10 @@ class Checkpointer:
             notes = resume_check.check_data(*known, check=self._check)
             state = self._read(step)
             if int(state.step) != step:
-                why = f"it is the checkpoint of step {int(state.step)}"
+                why = f"its content is the checkpoint of step {int(state.step)}"
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # From Orbax, TensorStore or the metadata.
+        except Exception as error:  # Orbax, TensorStore and metadata raise many kinds.
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             why = describe_failure(error)
@@ -173,9 +177,11 @@ class Checkpointer:
         return shapes.replace(**({"average": None, "extra": None} | tree))
 
     def keep_best(self, record: dict) -> None:
-        """Sets the best checkpoint, which is kept and which readers of the workdir load.
+        """Sets the best checkpoint, which is kept and which commands load by default.
 
-        Its step is saved, or the next to be saved. An empty record: readers load the newest.
+        Args:
+          record: step, metric and score of the checkpoint, which is saved already or
+            saved next. If empty, commands load the newest checkpoint.
         """
         self._best = record
         self._tidy()
@@ -183,10 +189,15 @@ class Checkpointer:
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
     ) -> None:
-        """Begins to save after the previous save has ended, unless the step is saved.
+        """Begins to save in the background, unless the step is saved already.
 
-        The state is copied before this returns. A failure is printed and counted; `wait`
-        and `demand` report it. The times are those of `RunClock.elapsed`.
+        The method first waits for the previous save, and copies the state before it
+        returns. A failure is printed and counted; `wait` and `demand` report it.
+
+        Args:
+          step: number of steps taken.
+          state: state after the step.
+          seconds, device_seconds: times of the run, see `RunClock.elapsed`.
         """
         self.wait()
         if step == self.begun:
@@ -203,7 +214,7 @@ class Checkpointer:
         self._saving = _in_background(self._settle, step, path, writing, reason)
 
     def wait(self) -> str | None:
-        """Waits for the save in progress; returns None or why the last one failed."""
+        """Waits for the save in progress; returns why it failed, or None."""
         if self._saving is None:
             return None
         reason = self._saving.result()
@@ -212,10 +223,14 @@ class Checkpointer:
         return reason
 
     def demand(self, step: int, doing: str) -> None:
-        """Waits until the last step of this start, which ends by `doing`, is saved.
+        """Waits until the last step of this start is saved.
+
+        Args:
+          step: last step.
+          doing: reason why the start ends, for the message.
 
         Raises:
-          UserError: it could not be saved.
+          UserError: the step could not be saved.
         """
         reason = self.wait()
         if reason is not None and self.latest != step:
@@ -231,11 +246,12 @@ class Checkpointer:
         orderly = error is None or isinstance(error, Preempted | Interrupted)
         if orderly or jax.process_count() == 1:
             self.wait()
-        # Else the other processes wait for the reason, and a save may take minutes; this
-        # process is about to end (distributed/ending.py).
+        # After an error on one of several processes, the others wait for its message,
+        # but a save may take minutes, so this process ends at once
+        # (distributed/ending.py).
 
     def _settle(self, step, path, writing, reason) -> str | None:
-        """Ends a save in its background; returns None or why it failed."""
+        """Completes a save in its background thread; returns why it failed, or None."""
         if reason is None:
             together = jax.process_count() > 1
             reason = (_finish_together if together else _finish)(path, writing)
@@ -248,27 +264,28 @@ class Checkpointer:
             ago = time.monotonic() - self._good
             print_error(
                 f"error: the checkpoint of step {step} could not be saved ({reason}); "
-                f"{self._remedy()}; training continues and the next save tries again; "
-                f"{ago:.0f} s of training are not saved"
+                f"{self._remedy()}; training continues and the next save tries again; the "
+                f"last {ago:.0f} s of training are not saved"
             )
-            with contextlib.suppress(Exception):  # The next save or start tries again.
+            # If the removal fails, the next save or start tries again.
+            with contextlib.suppress(Exception):
                 leftovers.remove_unfinished(self._folder)
                 time.sleep(_STRAY_SECONDS)
                 leftovers.remove_unfinished(self._folder)
         return reason
 
     def _tidy(self) -> None:
-        """Records the best checkpoint once it is there, and removes old ones."""
+        """Records the best checkpoint once it is saved, and removes old checkpoints."""
         if jax.process_index() == 0:
             try:
-                with self._tidying:  # A save may end meanwhile.
+                with self._tidying:  # A save may end at the same time.
                     self._write_best()
                     self._remove_old()
-            except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
+            except Exception as error:  # noqa: BLE001 (buckets do not raise OSErrors)
                 print_error(
-                    f"warning: {folders.BEST_FILE} could not be written or old checkpoints not "
-                    f"removed in {self._workdir} ({describe_failure(error)}); the next "
-                    "save tries again"
+                    f"warning: {folders.BEST_FILE} could not be written, or old checkpoints "
+                    f"could not be removed, in {self._workdir} "
+                    f"({describe_failure(error)}); the next save tries again"
                 )
 
     def _write_best(self) -> None:
@@ -285,7 +302,7 @@ class Checkpointer:
         paths = [
             folders.path_of(self._workdir, s) for s in folders.steps(self._workdir)
         ]
-        # A checkpoint without checksums may be somebody else's.
+        # Checkpoints without checksums may come from other code and are not removed.
         paths = [path for path in paths if folders.has_checksums(path)]
         for path in paths[: -self._keep.max_to_keep]:
             step = int(path.name)
@@ -293,26 +310,29 @@ class Checkpointer:
                 leftovers.remove(path)
 
     def _lack_of_disk(self, state: TrainState) -> str | None:
-        """Returns how much disk is missing, equal on all processes, or None."""
+        """Returns why the disk is too small, equal on all processes, or None."""
         if "://" in str(self._folder):
             return None
-        # The new checkpoint is whole before an old one is removed.
+        # The new checkpoint is complete before an old one is removed.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         parents = (self._folder, *self._folder.parents)
         try:
             free = shutil.disk_usage(next(p for p in parents if p.exists())).free
         except OSError:
-            free = needed  # The save itself will report what is wrong.
+            free = needed  # The save itself reports the error.
         free = int(meshes.process_allgather(free=free)["free"].min())
         if free >= needed:
             return None
-        return f"not enough disk: it takes {_readable(needed)}, {_readable(free)} free"
+        return (
+            f"not enough disk space: a checkpoint takes {_readable(needed)}, "
+            f"{_readable(free)} are free"
+        )
 
     def _remedy(self) -> str:
         return f"{self.safe()}; free space or lower checkpoint.max_to_keep"
 
     def safe(self) -> str:
-        """Returns which checkpoint can be resumed from, for a message."""
+        """Returns a phrase for messages: the checkpoint that a run can resume from."""
         if self.latest is None:
             return f"{self._workdir} has no checkpoint"
         return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
@@ -333,17 +353,18 @@ def _start_writing(
 ) -> concurrent.futures.Future:
     """Copies arrays and begins to write them, with metadata, in the background."""
     context = ocp.Context()
-    # In this thread, where a disk that is read-only shows at once: else threads wait for
-    # the folder, and delay the end of this process for minutes. Of several processes,
-    # all would wait here for the first; they leave such threads behind.
+    # A single process creates folders in this thread, where an error, such as a
+    # read-only disk, is raised at once; in the background, threads would wait for the
+    # folder and delay the end of the process for minutes. Several processes would all
+    # wait here for the first one, so they create folders in the background.
     several = jax.process_count() > 1
     context.asynchronous.create_directories_asynchronously = several
-    # `path` does not exist, and looking for it would be a synchronisation point.
+    # `path` does not exist, and a check for it would synchronise all processes.
     context.file.skip_sync_file_validations = True
     try:
         if jax.process_index() == 0:
             leftovers.begin(path)
-        # Several processes compare their paths.
+        # Several processes compare their paths, which transfers arrays.
         with context, jax.transfer_guard("allow"):
             response = ocp.save_async(path, tree, custom_metadata=metadata)
         return _in_background(response.result)
@@ -354,7 +375,7 @@ def _start_writing(
 
 
 def _finish(path: epath.Path, writing: concurrent.futures.Future) -> str | None:
-    """Waits for the files and writes their checksums; returns None or what failed."""
+    """Waits for the files and writes their checksums; returns an error, or None."""
     try:
         writing.result()
         folders.write_checksums(path, folders.compute_checksums(path))
@@ -367,11 +388,12 @@ def _finish(path: epath.Path, writing: concurrent.futures.Future) -> str | None:
 def _finish_together(
     path: epath.Path, writing: concurrent.futures.Future
 ) -> str | None:
-    """Does what `_finish` does on several processes, which write one checkpoint.
+    """Like `_finish`, for several processes that write one checkpoint.
 
-    Orbax lets each process wait for the others, and one whose disk fails does not come.
-    So each publishes the result of its part, and process 0 that of the whole. A process
-    whose part waits in vain leaves its waiting thread behind, for up to 20 minutes.
+    In Orbax each process waits for all others, forever if the disk of one fails. So
+    each process publishes the result of its part, and process 0 publishes the result of
+    the whole save. If a save fails, Orbax's waiting threads remain for up to 20
+    minutes.
     """
     me, everyone = jax.process_index(), jax.process_count()
     board = f"vit_jax/saves/{next(_numbers)}"
@@ -395,7 +417,7 @@ def _finish_together(
                 files = [json.loads(part).items() for part in parts.values()]
                 folders.write_checksums(path, dict(itertools.chain(*files)))
                 leftovers.end(path)
-        except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
+        except Exception as error:  # noqa: BLE001 (buckets do not raise OSErrors)
             reasons = [f"process 0 of {everyone}: {describe_failure(error)}"]
         publish(f"{end}/0", (reasons or [""])[0])
     while not (result := read(end)):
@@ -404,9 +426,9 @@ def _finish_together(
 
 
 def describe_failure(error: BaseException) -> str:
-    """Returns a short reason why writing failed."""
+    """Returns a short description of an error in writing a file."""
     text = " ".join(str(error).split())
-    # TensorStore names long paths before it comes to the point.
+    # TensorStore's messages begin with long paths, before the reason.
     code = re.search(r"os_error_code='(\d+)'", text)
     if code:
         return os.strerror(int(code[1]))
@@ -416,7 +438,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _in_background(work: Callable, *args) -> concurrent.futures.Future:
-    """Runs a function in a daemon thread, for which the end of a process does not wait."""
+    """Runs a function in a daemon thread, which does not delay the process's end."""
     future = concurrent.futures.Future()
 
     def run():

@@ -17,16 +17,21 @@ from vit_jax.training.config import TrainConfig
 
 
 def check_task(task: Task, config: TrainConfig) -> dict:
-    """Checks a task, and that a user's applies the device part of the transforms.
+    """Checks the methods of a task.
+
+    A user's task must also apply the transforms that run on the device.
 
     Returns:
-      Its `batch_spec`.
+      `batch_spec` of the task for the batch size of the config.
+
+    Raises:
+      UserError: a method is missing, or a transform is not applied.
     """
     name, data = config.task.name, config.data
     if not isinstance(task, Task):
         raise UserError(
-            f"task.name={name!r}: its `build` returned {task!r}, which lacks a method of "
-            "`Task` (vit_jax/tasks/task.py)"
+            f"task.name={name!r}: `build` returned {task!r}, which lacks a method of "
+            "`Task`: implement all methods of vit_jax/tasks/task.py"
         )
     batch_spec = task.batch_spec(config.batch_size)
     parse.check_batch(batch_spec, data)
@@ -36,7 +41,7 @@ def check_task(task: Task, config: TrainConfig) -> dict:
     if wanted:
         with device_transforms.recording() as applied:
             jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
-        # A task may take partners from elsewhere in the batch than ours do.
+        # Tasks may choose the partners of mixing from the batch in different ways.
         applied = device_transforms.apart(applied, 1)
         if missing := [type(op).__name__ for op in wanted if op not in applied]:
             raise UserError(
@@ -55,20 +60,22 @@ def check_batches(
     mesh: Mesh,
     config: TrainConfig,
 ) -> tuple[str, ...]:
-    """Checks the parts of a batch and the state that a step carries.
+    """Checks how batches are split, and the state of the network in the task's arrays.
 
     Args:
       task: task of the run.
-      batch_spec: its `batch_spec`.
-      params, extra: shapes of what it initialises.
+      batch_spec: `batch_spec` of the task.
+      params, extra: shapes of the arrays that the task initialises.
       mesh: mesh of all devices.
       config: complete config.
 
     Returns:
-      Lines for the log: the task's notes, and what depends on how a batch is split.
+      Lines for the log: the task's notes, and results that depend on how a batch is
+      split.
 
     Raises:
-      UserError: batches cannot be split so, or the running means are not in `extra`.
+      UserError: batches cannot be split over microbatches and devices, or the running
+        means are not in `extra`.
     """
     splits = config.optim.microbatches(config.batch_size, mesh)
     return (
@@ -87,9 +94,9 @@ def _check_microbatches(
     lines = task.check_microbatch(size)
     if count > 1 and task.coupled:
         lines.append(
-            f"{config.optim.microbatch_key(splits[1])}: {', '.join(task.coupled)} take the "
-            f"{size} images of a microbatch and not the {config.batch_size} of the batch, "
-            "so results depend on the number of microbatches"
+            f"{config.optim.microbatch_key(splits[1])}: {', '.join(task.coupled)} use the "
+            f"{size} images of a microbatch instead of the {config.batch_size} images of "
+            "the batch, so results depend on the number of microbatches"
         )
     return lines
 
@@ -101,15 +108,15 @@ def _check_rows(
     mesh: Mesh,
     config: TrainConfig,
 ) -> list[str]:
-    """Checks that the rows of arrays split over devices, as the network needs them.
+    """Checks that the rows of a batch can be split over devices and microbatches.
 
     Returns:
-      Lines about what the network computes otherwise than the config asks for.
+      Lines about settings that the network cannot apply to this number of rows.
     """
     devices, lines = meshes.num_data_devices(mesh), []
     platform = mesh.devices.flat[0].platform
     for name, shape in ((name, spec.shape) for name, spec in batch_spec.items()):
-        if len(shape) >= 4:  # Images, or several crops of each.
+        if len(shape) >= 4:  # Images, or several crops of each image.
             views = shape[1] if len(shape) == 5 else 1
             at_once = views * shape[0] // math.prod(splits)
             if what := network.check_rows(at_once, devices, platform):
@@ -123,13 +130,13 @@ def _check_rows(
     )
     if splits[0] * splits[1] > 1:
         raise UserError(
-            f"{where}, which cannot be split into microbatches: leave out "
+            f"{where}, and rows cannot be split into microbatches: leave out "
             f"{config.optim.microbatch_key(splits[1])}"
         )
     if min(rows) % devices:
         raise UserError(
-            f"{where}: batch_size={config.batch_size} makes {min(rows)} rows, which is not a "
-            f"multiple of the {devices} devices: change one of them"
+            f"{where}: batch_size={config.batch_size} gives {min(rows)} rows, which is not a "
+            f"multiple of the {devices} devices: change batch_size or the number of devices"
         )
     return lines
 
@@ -137,10 +144,10 @@ def _check_rows(
 def _check_running_means(
     task: Task, params: dict, extra: object, config: TrainConfig
 ) -> list[str]:
-    """Checks that a task carries the running means of its network, untrained.
+    """Checks that a task has the running means of its network in `extra`.
 
     Returns:
-      A line if parameters are frozen and they are not.
+      A line if parameters are frozen, because running means are not.
     """
     if not task.model.stateful:
         return []
@@ -151,9 +158,10 @@ def _check_running_means(
     )
     if in_params or not in_extra:
         raise UserError(
-            f"task.name={config.task.name!r} does not carry the running means "
-            f"({models.STATE}) of model.variant={config.model.variant!r}: classification, "
-            "distillation, lora and linear_probe do; or use GroupNorm or LayerNorm"
+            f"task.name={config.task.name!r} does not support the running means "
+            f"({models.STATE}) of model.variant={config.model.variant!r}: choose the task "
+            "classification, distillation, lora or linear_probe, or a model with "
+            "GroupNorm or LayerNorm"
         )
     if not config.optim.freeze:
         return []

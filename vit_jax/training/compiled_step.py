@@ -1,8 +1,9 @@
 """Files of compiled training steps: `vit_jax.compile --out`, `vit_jax.train --compiled`.
 
-A file is one line of JSON, which says what the step was compiled for, and the executable
-as JAX serialises it. A step is used only where the lowered program, the devices and the
-versions of the libraries are equal, so that it computes what compiling would have given.
+A file is one line of JSON, with the devices, versions and config of the step, and the
+executable as JAX serialises it. A step is used only if the lowered program, the devices
+and the versions of the libraries are equal, so the result is the same as from compiling
+it.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from vit_jax.training.step import Step
 from vit_jax.training.train_setup import TrainSetup
 
 _FORMAT = "vit_jax compiled step, version 1"
-# Packages of which another version may compile or load another program.
+# Packages whose version may change the compiled program.
 _PACKAGES = {
     "cpu": ("jax", "jaxlib"),
     "gpu": ("jax", "jaxlib", *chips.CUDA_PACKAGES),
@@ -45,7 +46,8 @@ def save(
     Raises:
       UserError: the file cannot be written.
     """
-    # What cuDNN's attention kept for the partitioner, which has run, cannot be pickled.
+    # Objects that cuDNN's attention keeps for the partitioner cannot be pickled; they
+    # are no longer needed, because the partitioner has run.
     compiled._executable._unloaded_executable.keepalive = None
     executable, _, _ = serialize_executable.serialize(compiled)
     header = {"format": _FORMAT, **_describe(mesh, lowered)}
@@ -61,14 +63,15 @@ def save(
 def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Step:
     """Loads the compiled step of a run from a file of `save`.
 
-    JAX's serialised executables are pickles: load only files from people you trust.
+    JAX's serialised executables are pickles: load only files from people you trust. The
+    step of the run is lowered to compare the programs.
 
     Returns:
-      Function like `setup.train_step`, which is lowered for comparison.
+      Compiled step, a function like `setup.train_step`.
 
     Raises:
-      UserError: the file cannot be read, or its step is of other devices, versions of
-        libraries, or another program.
+      UserError: the file cannot be read, or its step was compiled for other devices,
+        other versions of libraries or another program.
     """
     flag = f"--compiled={path}"
     try:
@@ -78,21 +81,21 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
             raise ValueError(header["format"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{flag}: not a file of `vit_jax.compile --out` ({error}): write it anew"
+            f"{flag}: not a file of `vit_jax.compile --out` ({error}): write it again"
         ) from error
     lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     here = _describe(setup.mesh, lowered)
     for name in ("devices", "versions"):
         if header[name] != here[name]:
             raise UserError(
-                f"{flag}: compiled for {header[name]}, and this machine has {here[name]}: "
+                f"{flag}: compiled for {header[name]}, but this machine has {here[name]}: "
                 "compile it again with the --topology and packages of this machine"
             )
     if header["program"] != here["program"]:
         changed = fields.differences(header["config"], fields.to_json(config))
         raise UserError(
-            f"{flag}: the step of another program ("
-            f"{'; '.join(changed) or 'of another number of --examples, or other code'}): "
+            f"{flag}: contains another program than this run needs ("
+            f"{'; '.join(changed) or 'another number of --examples, or other code'}): "
             "compile it again"
         )
     devices = list(setup.mesh.devices.flat)
@@ -109,7 +112,7 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
 
 
 def _describe(mesh: Mesh, lowered: jax.stages.Lowered) -> dict:
-    """Returns what must be equal for an executable to be used."""
+    """Returns the properties that must be equal for an executable to be used."""
     device = mesh.devices.flat[0]
     return {
         "devices": f"{mesh.size} x {device.device_kind}",

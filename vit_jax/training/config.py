@@ -1,4 +1,4 @@
-"""The config of a training run, and of an evaluation of weights."""
+"""The configs of a training run and of an evaluation of weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from vit_jax.training.trackers import TRACKERS
 from vit_jax.training.trackers.tracker import TrackerConfig
 from vit_jax.weights.init_config import InitConfig
 
-# Part of an average that the parameters at the beginning may be, without a warning.
+# Largest weight of the initial parameters in an average that gives no warning.
 _MOST_OF_START = 0.05
 
 
@@ -37,32 +37,33 @@ class EmaConfig:
     )
     warmup: bool = key(
         True,
-        "Use the decay (1 + step) / (10 + step) at the start, until it reaches "
-        "`decay`: for 90,000 steps with 0.9999.",
+        "Use the smaller decay (1 + step) / (10 + step) at the start of the run, until "
+        "it reaches `ema.decay`; a decay of 0.9999 is reached after 90,000 steps.",
     )
 
     def note(self, steps: int) -> str:
-        """Returns a warning if the average after a run is still the initial network.
+        """Returns a warning if the average after a run is mostly the initial network.
 
         Args:
-          steps: length of the run.
+          steps: length of the run in steps.
         """
-        # With the warmup a dozen steps leave nothing of it.
+        # With the warmup the initial network has no weight after a dozen steps.
         part = 0.0 if self.warmup else self.decay**steps
         if part < _MOST_OF_START:
             return ""
         return (
             f"warning: ema.decay={self.decay} with ema.warmup=False: after {steps:,} steps "
-            f"the average, which all commands open, is {part:.0%} the initial network; set "
-            "ema.warmup=True, a smaller ema.decay, or 0 for no average"
+            f"the initial network has a weight of {part:.0%} in the average, which all "
+            "commands use; set ema.warmup=True, a smaller ema.decay, or 0 for no "
+            "average"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Which checkpoints are kept, and which one is best."""
+    """Rules for which checkpoints are kept, and for which one is the best."""
 
-    max_to_keep: int = key(2, "Number of newest checkpoints to keep.", at_least=1)
+    max_to_keep: int = key(2, "Number of the newest checkpoints to keep.", at_least=1)
     keep_period: int = key(
         0,
         "Also keep every checkpoint whose step is a multiple of this number; 0 is off.",
@@ -70,10 +71,12 @@ class CheckpointConfig:
     )
     best_metric: str = key(
         "",
-        'Metric that chooses the best checkpoint, as EVALUATION/METRIC ("val/top1"), '
-        "of the averaged parameters if there are any. The best checkpoint is kept, and "
-        'restored at the end. Lower is better for losses, errors and ece. "" uses the '
-        "last checkpoint.",
+        "Metric that chooses the best checkpoint, EVALUATION/METRIC such as "
+        '"val/top1", '
+        "computed with the averaged parameters if there are any. The best checkpoint "
+        "is kept, and it is restored at the end of the run. Lower is better for "
+        "losses, "
+        'errors and ece. "" uses the last checkpoint.',
     )
 
 
@@ -83,8 +86,8 @@ class LocalCheckpointConfig:
 
     dir: str = key(
         "",
-        "Folder on the local disk of each host, the same text on all hosts; "
-        '"$VARIABLES" and "~" are expanded.',
+        "Folder for checkpoints on the local disk of each host, the same text on all "
+        'hosts; "$VARIABLES" and "~" are expanded.',
         reason="large models on clusters, whose shared storage is slow",
         of_host=True,
     )
@@ -113,12 +116,12 @@ def _interval_in_epochs(help: str, **rules) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """Keys of training and of evaluation."""
+    """Keys that both training and evaluation read."""
 
     name: str = key(
         "",
-        "Name of the run, after which new workdirs are named; by default the file name "
-        "of the recipe.",
+        "Name of the run, used to name new workdirs; by default the file name of the "
+        "recipe.",
         in_step=False,
     )
     batch_size: int = key(
@@ -126,8 +129,8 @@ class _Config:
     )
     compilation_cache_dir: str = key(
         "auto",
-        'Folder of compiled programs; "auto" is one folder per user, "" leaves it to '
-        "JAX.",
+        'Folder of JAX\'s cache of compiled programs; "auto" is one folder per user, '
+        '"" keeps the setting of JAX.',
         reason="clusters whose hosts share a disk",
         changes_result=False,
         of_host=True,
@@ -139,8 +142,8 @@ class _Config:
         text_key="split",
         reserved=(SKIPPED,),
         help=(
-            "Evaluations by name: the split of the data set to classify, or a section that "
-            "says its `kind`."
+            "Evaluations by name. A value is a split of the data set, which is "
+            "classified, or a section whose `kind` is the kind of evaluation."
         ),
         changes_result=False,
         in_step=False,
@@ -149,7 +152,7 @@ class _Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(_Config):
-    """Keys that evaluating weights without training reads."""
+    """Keys that an evaluation of weights without training reads."""
 
     data: ReaderConfig = section(ReaderConfig)
 
@@ -160,7 +163,7 @@ class TrainConfig(_Config):
 
     seed: int = key(
         0,
-        "Seed of initialisation, data order, augmentation and dropout.",
+        "Seed of the initial parameters, data order, augmentation and dropout.",
         below=2**32,
         in_step=False,
     )
@@ -173,9 +176,9 @@ class TrainConfig(_Config):
     )
     extend_schedule: str = key(
         "none",
-        "Whether a resumed run may have larger `total_steps` or `epochs` than before: "
-        '"none" refuses it, "stretch" continues with the schedules of a run of the new '
-        "length.",
+        "Action if a resumed run has larger `total_steps` or `epochs` than before: "
+        '"none" refuses to resume, "stretch" continues with the schedules of a run of '
+        "the new length.",
         reason="training a finished run for longer",
         choices=("none", "stretch"),
         changes_result=False,
@@ -184,7 +187,7 @@ class TrainConfig(_Config):
     init: InitConfig = section(InitConfig, text_key="checkpoint", in_step=False)
     debug_nans: bool = key(
         False,
-        "Stop at the operation that produces the first NaN (slow).",
+        "Stop at the operation that produces the first NaN or infinite value (slow).",
         reason="debugging",
         changes_result=False,
     )
@@ -197,16 +200,16 @@ class TrainConfig(_Config):
     )
     slow_step_factor: float = key(
         3.0,
-        "Report steps that take longer than this multiple of the median step; 0 is "
-        "off.",
+        "Report steps that take longer than this multiple of the median step time; 0 "
+        "is off.",
         reason="finding slow devices, disks and hosts",
         changes_result=False,
     )
     stall_timeout: float = key(
         1_800.0,
         "Seconds without a finished step, evaluation batch or save after which the run "
-        "is ended, with the stacks of all threads; 3 times as long before the first "
-        "step. 0 is off.",
+        "prints the stacks of all threads and ends; before the first step it waits 3 "
+        "times as long. 0 is off.",
         reason="clusters, where a run that hangs blocks its machines",
         below=2**31,
         changes_result=False,
@@ -217,33 +220,34 @@ class TrainConfig(_Config):
     optim: OptimConfig = choice(OPTIMIZERS, "adam")
     ema: EmaConfig = section(EmaConfig)
     log_every_steps: int = _interval(
-        50, "Steps between two lines of metrics.", at_least=1
+        50, "Number of steps between two lines of metrics.", at_least=1
     )
     log_every_epochs: float = _interval_in_epochs(
-        "Epochs between two lines of metrics; 0 is off.",
+        "Number of epochs between two lines of metrics; 0 is off.",
         reason="runs whose other intervals are in epochs",
     )
     eval_every_steps: int = _interval(
         0,
-        "Steps between evaluations; 0 is off. The last step is evaluated in any case.",
+        "Number of steps between evaluations; 0 is off. The last step is always "
+        "evaluated.",
     )
     eval_every_epochs: float = _interval_in_epochs(
-        "Epochs between evaluations; 0 is off."
+        "Number of epochs between evaluations; 0 is off."
     )
     early_stopping_evals: int = _interval(
         0,
-        "Number of evaluations in a row that do not improve `checkpoint.best_metric`, "
-        "after which the run ends; 0 is off.",
+        "End the run after this number of consecutive evaluations without an "
+        "improvement of `checkpoint.best_metric`; 0 is off.",
         reason="small data sets; the command `finetune` sets it",
         below=2**31,
     )
     checkpoint_every_steps: int = _interval(
         1_000,
-        "Steps between checkpoints; the last step is saved in any case.",
+        "Number of steps between checkpoints; the last step is always saved.",
         at_least=1,
     )
     checkpoint_every_epochs: float = _interval_in_epochs(
-        "Epochs between checkpoints; 0 is off."
+        "Number of epochs between checkpoints; 0 is off."
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, changes_result=False, in_step=False
@@ -259,12 +263,13 @@ class TrainConfig(_Config):
         first, last = self.profile_steps if len(self.profile_steps) == 2 else (1, 0)
         if self.profile_steps and (first > last or (first == 0) != (last == 0)):
             raise UserError(
-                f"profile_steps={self.profile_steps} is not (first step, last step), as (10, 15)"
+                f"profile_steps={self.profile_steps} is not (first step, last step): set "
+                "it to two steps in ascending order, such as (10, 15)"
             )
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
-                f"name={self.name!r}: new workdirs are named by it, under runs/: leave out "
-                "the slashes and dots, or set --workdir"
+                f"name={self.name!r} cannot be the name of a new folder under runs/: "
+                "leave out the slashes and dots, or set --workdir"
             )
         self._check_best_metric()
 
@@ -273,19 +278,20 @@ class TrainConfig(_Config):
         if self.early_stopping_evals and not metric:
             raise UserError(
                 f"early_stopping_evals={self.early_stopping_evals} needs "
-                "checkpoint.best_metric: the metric that says what is better, as val/top1"
+                "checkpoint.best_metric: set it to the metric to compare, such as "
+                "val/top1"
             )
         evaluation, _, name = metric.partition("/")
         if metric and (evaluation not in self.evals or not name):
             known = ", ".join(f"{each}/..." for each in self.evals) or "none"
             raise UserError(
-                f"checkpoint.best_metric={metric!r} is not EVALUATION/METRIC, as val/top1; "
-                f"the evaluations are {known}"
+                f"checkpoint.best_metric={metric!r} is not EVALUATION/METRIC, such as "
+                f"val/top1; the evaluations are {known}"
             )
 
     @property
     def has_average(self) -> bool:
-        """Whether a state has averaged parameters, which readers of the workdir load."""
+        """Whether a state has averaged parameters, which commands load by default."""
         return bool(self.ema.decay) or self.optim.has_average
 
     def build_model(self, platform: str = "") -> models.Model:
@@ -295,18 +301,18 @@ class TrainConfig(_Config):
           platform: platform of the devices, see `models.create`.
 
         Raises:
-          UserError: its keys do not fit each other or the images.
+          UserError: the keys of the model do not fit each other or the images.
         """
         if getattr(self.model, "pool", "") == "none":
             raise UserError(
-                "model.pool='none' classifies each token, which no task learns: choose "
-                "another, as 'gap'"
+                "model.pool='none' classifies each token, which no task can train: "
+                "choose another value, such as 'gap'"
             )
         dropped = getattr(self.model, "patch_dropout", 0)
         if dropped and self.task.needs_all_patches:
             raise UserError(
-                f"model.patch_dropout={dropped} with task.name={self.task.name!r}, which "
-                "needs all patches: set model.patch_dropout to 0"
+                f"model.patch_dropout={dropped}: task.name={self.task.name!r} needs all "
+                "patches: set model.patch_dropout to 0"
             )
         return models.build(
             dataclasses.replace(self.model.sized(), platform=platform),
@@ -319,10 +325,10 @@ class TrainConfig(_Config):
         """Returns the length of the run in steps.
 
         Args:
-          examples: size of the training split.
+          examples: number of images of the training split.
 
         Raises:
-          UserError: not exactly one of `total_steps` and `epochs` is set.
+          UserError: both or neither of `total_steps` and `epochs` are set.
         """
         if bool(self.total_steps) == bool(self.epochs):
             raise UserError(
@@ -335,8 +341,8 @@ class TrainConfig(_Config):
         if total >= 2**31:  # The step is counted in 32 bits.
             raise UserError(
                 f"epochs={self.epochs}: with {examples:,} images and "
-                f"batch_size={self.batch_size} they are {total:,} steps, and a run has "
-                "fewer than 2**31: lower epochs"
+                f"batch_size={self.batch_size} the run would have {total:,} steps, but the "
+                "number of steps must be below 2**31: lower epochs"
             )
         return total
 
@@ -345,9 +351,10 @@ def load(spec: str, overrides: Mapping[str, object] | None = None) -> TrainConfi
     """Reads a config file, applies overrides and completes it.
 
     Args:
-      spec: path of a config file, with its argument after a colon if it takes one:
-        "configs/digits.py", "configs/transfer.py:model=B/16,dataset=cifar100".
-      overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
+      spec: path of a config file, followed by a colon and the file's argument if it
+        takes one: "configs/digits.py",
+          "configs/transfer.py:model=B/16,dataset=cifar100".
+      overrides: dotted keys to values, such as {"optim.learning_rate": 0.01}.
 
     Raises:
       UserError: the file, the argument or a key does not exist, or a value does not
@@ -363,8 +370,8 @@ def complete(raw: Mapping | ConfigDict | TrainConfig) -> TrainConfig:
       raw: nested mapping with the keys of a recipe.
 
     Raises:
-      UserError: unknown key (with the nearest known one), a value of another type or
-        out of its bounds, or values that do not fit each other.
+      UserError: a key is unknown (the message suggests the nearest known key), a value
+        has the wrong type or is out of bounds, or values do not fit each other.
     """
     return loading.complete(TrainConfig, raw)
 
@@ -372,11 +379,15 @@ def complete(raw: Mapping | ConfigDict | TrainConfig) -> TrainConfig:
 def load_evaluation(
     spec: str, overrides: Mapping[str, object] | None = None
 ) -> EvaluationConfig:
-    """Reads a config file for `python -m vit_jax.evaluate`, with the arguments of `load`.
+    """Reads a config file for `python -m vit_jax.evaluate`.
+
+    Args:
+      spec: see `load`.
+      overrides: see `load`.
 
     Raises:
-      UserError: `load` would raise, a key is only read by training, or no evaluation
-        is set.
+      UserError: a key is only read by training, no evaluation is set, or there is an
+        error that `load` raises.
     """
     raw = loading.read(TrainConfig, spec, overrides)
     data = raw.get("data")
@@ -386,9 +397,11 @@ def load_evaluation(
         for name in keys:
             if name not in known:
                 raise UserError(
-                    f"config key {prefix}{name} is not read by an evaluation of weights; "
-                    f"it reads {', '.join(known)}"
+                    f"config key {prefix}{name} is not read by an evaluation of weights: "
+                    f"leave it out; the keys that are read are {', '.join(known)}"
                 )
     if not raw.get("evals"):
-        raise UserError("the config names no evaluation: set evals, as {'val': 'val'}")
+        raise UserError(
+            "the config has no evaluations: set evals, for example to {'val': 'val'}"
+        )
     return loading.complete(EvaluationConfig, raw)

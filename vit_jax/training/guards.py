@@ -1,4 +1,4 @@
-"""What ends a run before its time: signals, hangs, and errors of memory, devices and disks."""
+"""Guards against signals, hangs, and errors of memory, devices and disks."""
 
 import contextlib
 import errno
@@ -23,23 +23,25 @@ from vit_jax.training.callbacks import Run
 from vit_jax.training.config import TrainConfig
 
 _CTRL_C = "Ctrl-C"
-# By importance: where several have come, the first is named.
+# In order of importance: if several were received, messages name the first.
 _SIGNALS = {signal.SIGINT: _CTRL_C, signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SIGTERM"}
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 _STARTING = 3  # Multiple of the watchdog's timeout before the first step.
-# How long the watchdog's thread may be kept from running before C code ends the process.
+# If C code keeps the watchdog's thread from running for longer, faulthandler ends the
+# process.
 _DEAF_SECONDS = 60.0
-_NOTIFY_SECONDS = 30.0  # To notify the other processes.
-_STOPPED_SECONDS = 5.0  # A thread that is later than this was stopped with its process.
+_NOTIFY_SECONDS = 30.0  # Time for notifying the other processes.
+# If the watchdog's thread is later than this, the whole process was suspended.
+_STOPPED_SECONDS = 5.0
 
 
 class Preemption:
-    """Notices SIGTERM, SIGHUP, Ctrl-C and killed loader processes; a context manager.
+    """Detects SIGTERM, SIGHUP, Ctrl-C and killed loader processes; a context manager.
 
-    Several processes agree on the moment through JAX's coordination service, which looks
-    for SIGTERM: it is the same one in their common sequence of questions, so all must ask
-    equally often.
+    Several processes agree on the call of `reached` that returns True through JAX's
+    coordination service, which detects SIGTERM. The service counts calls, so all
+    processes must call `reached` equally often.
     """
 
     def __init__(self):
@@ -49,15 +51,15 @@ class Preemption:
         self._questions = 0
 
     def reached(self) -> bool:
-        """Returns whether to end here, equal on all processes."""
+        """Returns whether the run must end now, equal on all processes."""
         if jax.process_count() == 1:
             return bool(self._signals or self._killed_by)
-        # Not the number of the step: evaluations ask between two steps.
+        # A count of calls, because evaluations call this several times per step.
         self._questions += 1
         return multihost_utils.reached_preemption_sync_point(self._questions)
 
     def why(self) -> str:
-        """Returns the reason, equal on all processes; all must call it."""
+        """Returns the reason to end, equal on all processes; all must call this."""
         received = [number in self._signals for number in _SIGNALS]
         each = meshes.process_allgather(signals=received, killed_by=self._killed_by)
         anywhere = each["signals"].any(axis=0)
@@ -71,10 +73,10 @@ class Preemption:
         for number in _SIGNALS:
             # With several processes JAX's handler must stay.
             of_jax = number == signal.SIGTERM and jax.process_count() > 1
-            # As nohup does, or a script for what it starts in the background.
+            # Ignored by nohup, or by a shell for commands in the background.
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if not (of_jax or ignored):
-                # Only the main thread can set handlers, which a notebook may not use.
+                # Only the main thread can set handlers; notebooks may use another.
                 with contextlib.suppress(ValueError):
                     self._before[number] = signal.signal(number, self._on_signal)
         self._listening.__enter__()
@@ -104,8 +106,8 @@ def end_early(run: Run) -> NoReturn:
     """Saves the state, unless it is saved already, and ends a run before its last step.
 
     Raises:
-      Preempted, Interrupted: the state is saved.
-      UserError: it could not be saved.
+      Preempted, Interrupted: always, once the state is saved.
+      UserError: the state could not be saved.
     """
     why, data = run.preemption.why(), run.config.data
     saved = "nothing to save yet"
@@ -128,15 +130,16 @@ def end_early(run: Run) -> NoReturn:
 
 @contextlib.contextmanager
 def clear_errors(config: TrainConfig):
-    """Turns errors of devices, memory and disks into one line with the remedy.
+    """Converts errors of devices, memory and disks to one line with the remedy.
 
     Raises:
-      UserError: device, host or disk are full, or `debug_nans` stopped at an operation.
+      UserError: device memory, host memory or disk is full, a package for buckets is
+        missing, or `debug_nans` stopped at an operation.
     """
     try:
         yield
     except FloatingPointError as error:
-        # The other lines are advice on JAX's settings.
+        # The lines after the first are advice on JAX's settings.
         what = str(error).splitlines()[0]
         frames = traceback.extract_tb(error.__traceback__)
         frame = ([f for f in frames if "vit_jax" in f.filename] or frames)[-1]
@@ -148,8 +151,8 @@ def clear_errors(config: TrainConfig):
         if not re.search("gcsfs|google-cloud-storage|google.cloud", str(error)):
             raise
         raise UserError(
-            "paths in a bucket (gs://) need more packages: pip install -e '.[gcs]' in "
-            "the clone"
+            "paths in a bucket (gs://) need packages that are not installed: run pip "
+            "install -e '.[gcs]' in the clone"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -170,16 +173,17 @@ def clear_errors(config: TrainConfig):
 
 
 class Watchdog:
-    """Ends the process when nothing was finished for some time; a context manager.
+    """Ends the process if it makes no progress for some time; a context manager.
 
-    Its thread prints the stacks of all threads and of loader processes, names what was
-    finished last, notifies the other processes of the job, and exits with code 70,
-    whatever the main thread is blocked in. Where C code holds the interpreter's lock, so
-    that no Python runs at all, faulthandler prints the stacks and exits with code 1.
+    A thread prints the stacks of all threads and of loader processes and the last
+    event, notifies the other processes of the job, and exits with code 70, even if the
+    main thread is blocked. If C code holds the interpreter's lock, so that no Python
+    code can run, faulthandler prints the stacks and exits with code 1.
 
     Args:
-      timeout: seconds, `config.stall_timeout`; 0 disables it. Until the first step is
-        done it is 3 times as long, because compiling takes longer than any step.
+      timeout: time without progress in seconds, `config.stall_timeout`; 0 disables the
+        watchdog. Before the first step is done the time is 3 times as long, because
+        compiling takes longer than any step.
     """
 
     def __init__(self, timeout: float):
@@ -188,14 +192,19 @@ class Watchdog:
         self._done = threading.Event()
 
     def reset(self, what: str, *, step: bool = False) -> None:
-        """Restarts the timeout, because something, as "step 12", is finished."""
+        """Restarts the timeout.
+
+        Args:
+          what: event that has finished, such as "step 12".
+          step: whether it is a training step.
+        """
         if step:
             self._limit = self._timeout
         self._last, self._when = what, time.monotonic()
 
     def __enter__(self):
         if self._timeout:
-            # Loader processes started from here on print their stacks at SIGTERM.
+            # Loader processes that start later print their stacks at SIGTERM.
             self._environment = os.environ.get("PYTHONFAULTHANDLER")
             os.environ["PYTHONFAULTHANDLER"] = "1"
             self.reset("the start")
@@ -224,8 +233,8 @@ class Watchdog:
             late = time.monotonic() - polled - poll
             polled = time.monotonic()
             if late > _STOPPED_SECONDS:
-                self._when += late  # By SIGSTOP, or a pause of the machine.
-            if sys.__stderr__ is not None:  # As in some notebooks.
+                self._when += late  # Suspended by SIGSTOP, or with the machine.
+            if sys.__stderr__ is not None:  # Some notebooks set it to None.
                 faulthandler.dump_traceback_later(deaf, exit=True, file=sys.__stderr__)
             if time.monotonic() - self._when > self._limit:
                 self._end()
@@ -241,6 +250,6 @@ class Watchdog:
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "
             "above show where each thread hangs; the same command resumes from the "
             "newest checkpoint",
-            # The first process to notice may only be waiting for the one that hangs.
+            # The process that notices first may be waiting for another that hangs.
             stacks=True,
         )

@@ -16,17 +16,19 @@ from vit_jax.training.train_state import TrainState
 
 
 class DiskLayout(NamedTuple):
-    """The form of a state in checkpoints, whose blocks `model.scan` may stack elsewhere.
+    """The form of a state in checkpoints, where each block has separate arrays.
 
-    If it differs from that on devices, its arrays are in host memory, because a device may
-    not hold a second state.
+    On devices `model.scan` may merge the blocks into one array per parameter. Then
+    arrays in the form of checkpoints are in host memory, because a device may not have
+    memory for a second state.
 
     Attributes:
       shapes: state with a jax.ShapeDtypeStruct for each array.
       shardings: state with a NamedSharding for each array.
-      to_disk, from_disk: convert a state to this form and back; the argument is not
-        donated.
-      arrange: converts the parameters of the network from this form, in host memory.
+      to_disk, from_disk: functions that convert a state to this form and back; the
+        argument is not donated.
+      arrange: function that converts the parameters of the network from this form to
+        that on devices; the arrays stay in host memory.
     """
 
     shapes: TrainState
@@ -42,7 +44,8 @@ class Layout(NamedTuple):
     Attributes:
       shapes: state with a jax.ShapeDtypeStruct for each array.
       shardings: state with a NamedSharding for each array.
-      batch: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+      batch: names of the arrays of a global batch to jax.ShapeDtypeStruct with
+        sharding.
       disk: form of the state in checkpoints.
     """
 
@@ -58,11 +61,11 @@ def lay_out(
     """Returns the layout of a run.
 
     Args:
-      config: config of the run.
+      config: complete config.
       mesh: mesh of all devices.
       task: task of the run.
       shapes: state with a jax.ShapeDtypeStruct for each array.
-      batch: the task's `batch_spec`.
+      batch: `batch_spec` of the task.
     """
     rules, min_size = config.sharding.rules, config.sharding.min_size
     axes = task.model.config.model_axes
@@ -98,15 +101,15 @@ def _block_by_block(
 
     Args:
       task: task of the run.
-      shapes, shardings: those of the run.
-      place: function of the shapes of a state to its shardings.
+      shapes, shardings: shapes and shardings of the state on devices.
+      place: function from the shapes of a state to its shardings.
     """
     network = task.backbone(shapes.params, shapes.extra)
     convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
     disk_shardings = convert(place(disk_shapes), _on_hosts)
-    # One tree of parameters, moments or averages at a time, or the devices would need
-    # memory for nearly two states (docs/decisions.md).
+    # Trees of parameters, moments and averages are converted one at a time: together
+    # they would need memory for nearly two states (docs/decisions.md).
     on_disk, placed = (
         task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
     )
@@ -126,7 +129,7 @@ def _stack_on_devices(params: dict) -> dict:
 
 
 def _on_hosts(shardings: dict) -> dict:
-    """Moves parameters to host memory, where devices have separate memory."""
+    """Moves parameters to host memory if devices have separate memory."""
 
     def move(place):
         separate = next(iter(place.device_set)).platform in ("gpu", "tpu")

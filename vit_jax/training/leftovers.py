@@ -1,8 +1,9 @@
-"""What killed and failed saves leave behind.
+"""Removes files that killed and failed saves leave behind.
 
-An empty file `STEP.unfinished` stands beside a checkpoint while it is written or removed.
-Only with it a folder without checksums is known to be unfinished, and is removed: another
-one may be the only copy of a checkpoint whose checksums were lost, and is reported.
+While a checkpoint is written or removed, there is an empty file `STEP.unfinished`
+beside it. A folder without checksums is removed only if this file exists. Without it,
+the folder may be the only copy of a checkpoint whose checksums were lost, so it is only
+reported.
 """
 
 import contextlib
@@ -15,15 +16,15 @@ from vit_jax.weights import checkpoint_folders as folders
 
 _UNFINISHED = ".unfinished"
 _ORBAX = ".orbax-checkpoint-tmp"
-# Such a note, or a checkpoint that `put_aside` has renamed and reported.
+# Names of these empty files, and of checkpoints that `put_aside` has renamed.
 _KNOWN = re.compile(r"\d+\.(unfinished|(damaged|unverified)(-\d+)?)")
 _LISTED = 5
 
 
 def begin(path: epath.Path) -> None:
-    """Notes that a checkpoint is unfinished, until `end`.
+    """Marks a checkpoint as unfinished, until `end`.
 
-    A folder that is there already, without checksums or such a note, is put aside.
+    A folder that exists already, without checksums and without a mark, is put aside.
     """
     note = _note(path)
     if path.exists() and not note.exists() and not folders.is_finished(path):
@@ -33,7 +34,7 @@ def begin(path: epath.Path) -> None:
 
 
 def end(path: epath.Path) -> None:
-    """Notes that a checkpoint is finished or removed."""
+    """Removes the mark of a checkpoint that is now finished or removed."""
     _note(path).unlink(missing_ok=True)
 
 
@@ -47,16 +48,16 @@ def put_aside(path: epath.Path, why: str) -> epath.Path:
 
 
 def remove_unfinished(folder: epath.Path) -> list[str]:
-    """Removes what saves that failed or were killed have left.
+    """Removes files that failed and killed saves have left behind.
 
     Args:
       folder: parent of the folders of steps.
 
     Returns:
-      Lines on what else is there, which is not touched.
+      Lines about other unexpected files, which are not changed.
     """
     paths = []
-    with contextlib.suppress(OSError):  # It does not exist yet, or the disk is gone.
+    with contextlib.suppress(OSError):  # The folder may not exist yet.
         paths = sorted(folder.iterdir(), key=lambda path: path.name)
     names = {path.name for path in paths}
     noted = {n.removesuffix(_UNFINISHED) for n in names if n.endswith(_UNFINISHED)}
@@ -69,7 +70,7 @@ def remove_unfinished(folder: epath.Path) -> list[str]:
             foreign += [] if _KNOWN.fullmatch(name) else [name]
         elif not folders.is_finished(path):
             if name in noted:
-                with contextlib.suppress(OSError):  # A disk that is read-only.
+                with contextlib.suppress(OSError):  # The disk may be read-only.
                     remove(path)
             else:
                 unverified.append(name)
@@ -80,16 +81,20 @@ def remove_unfinished(folder: epath.Path) -> list[str]:
     lines = []
     if unverified:
         lines.append(
-            f"{folder} has {_some(unverified)} without {folders.CHECKSUMS_FILE}: not used and left "
-            "alone; if a start that was killed left it, remove it"
+            f"{folder} contains folders without {folders.CHECKSUMS_FILE} "
+            f"({_some(unverified)}): not used and not changed; remove them if a killed "
+            "start left them"
         )
     if foreign:
-        lines.append(f"{folder} has {_some(foreign)}, of no checkpoint: left alone")
+        lines.append(
+            f"{folder} contains files that are not checkpoints ({_some(foreign)}): not "
+            "changed"
+        )
     return lines
 
 
 def remove(path: epath.Path) -> None:
-    """Removes a checkpoint; the next save or start completes it after a kill."""
+    """Removes a checkpoint; if killed, the next save or start completes the removal."""
     _note(path).write_text("")
     (path / folders.CHECKSUMS_FILE).unlink(missing_ok=True)
     _remove_tree(path)
@@ -107,8 +112,8 @@ def _some(names: list[str]) -> str:
 
 
 def _remove_tree(path: epath.Path) -> None:
-    # Threads of TensorStore, or other processes, may still be writing there. The next save
-    # or start removes what cannot be removed now, as on a read-only disk.
+    # Threads of TensorStore, or other processes, may still be writing there. If files
+    # cannot be removed now, the next save or start tries again.
     for pause in (0.1, 0.3, 1.0, 0.0):
         with contextlib.suppress(OSError):
             path.rmtree()

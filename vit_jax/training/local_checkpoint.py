@@ -1,9 +1,9 @@
 """Checkpoints on each host's local disk, between those in the workdir.
 
-Every process writes the parts of the state that its devices hold, which takes no network
-and needs no other process. A start restores the newest step whose parts all exist on some
-host. A host whose disk is empty, because it was replaced, receives its parts from hosts
-whose devices hold the same ones. Where nobody does, the start falls back on the
+Every process writes the parts of the state that its devices hold, without the network
+and without waiting for other processes. A start restores the newest step whose parts
+all exist on some host. A host with an empty disk, because it was replaced, receives its
+parts from hosts that have copies of them. If a part has no copy, the start restores the
 checkpoint in the workdir.
 """
 
@@ -36,17 +36,26 @@ from vit_jax.training.config import TrainConfig
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.train_state import TrainState
 
-_KEPT = 2  # Per process: a kill may come when only some have written a step.
-_LISTED = 16  # Files per host that are considered.
+# Files to keep per process: a kill may happen when only some processes have written a
+# step.
+_KEPT = 2
+_LISTED = 16  # Maximum number of files per host that are considered.
 
-Held = dict[int, list[int]]  # Process that has written parts, to hosts that have them.
+# Process that has written parts -> hosts that have the file.
+Held = dict[int, list[int]]
 
 
 class LocalCheckpointer(Callback):
     """Saves to local disks between two saves in the workdir, and restores from them.
 
-    The folder on each disk is named by the id of the run in the workdir. `shapes` is the
-    state with a jax.ShapeDtypeStruct for each array, `shardings` with its sharding.
+    The name of the folder on each disk is the id of the run in the workdir.
+
+    Args:
+      config: complete config.
+      workdir: folder of the run.
+      source: training split.
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+      shardings: state with the sharding of each array.
 
     Raises:
       UserError: the folder names an environment variable that is not set.
@@ -75,9 +84,9 @@ class LocalCheckpointer(Callback):
         folder = os.path.expanduser(os.path.expandvars(config.local_checkpoint.dir))
         if "$" in folder:
             raise UserError(
-                f"local_checkpoint.dir={config.local_checkpoint.dir!r}: this host "
-                f"({socket.gethostname()}) has no such environment variable: set it, or "
-                "give the folder itself"
+                f"local_checkpoint.dir={config.local_checkpoint.dir!r}: the environment "
+                f"variable is not set on this host ({socket.gethostname()}): set it, or "
+                "write out the folder"
             )
         self._folder = pathlib.Path(folder) / _run_id(workdir)
 
@@ -88,7 +97,7 @@ class LocalCheckpointer(Callback):
         run = self._run
         if step % self._every or run.checkpoints.begun == step:
             return
-        run.metrics()  # They must be finite.
+        run.metrics()  # Raises if they are not finite.
         with run.logger.pause("checkpoint"):
             self.save(step, run.state, *run.clock.elapsed())
 
@@ -125,7 +134,14 @@ class LocalCheckpointer(Callback):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def restore(self, newer_than: int) -> Restored:
-        """Restores the newest step that the hosts hold together, if newer; all call it."""
+        """Restores the newest complete step on local disks; all processes must call it.
+
+        Args:
+          newer_than: only steps after this one are considered.
+
+        Returns:
+          Restored state; without a state if no newer step is complete.
+        """
         mine = self._list(newer_than)
         listed = np.full((_LISTED, 2), -1)
         for row, pair in enumerate(sorted(mine, reverse=True)[:_LISTED]):
@@ -141,8 +157,8 @@ class LocalCheckpointer(Callback):
             if not missing:
                 break
             notes.append(
-                f"step {step} is on local disks, but not the parts of process "
-                f"{', '.join(map(str, missing))}, which no other process holds"
+                f"step {step} is on local disks, but without the parts of process "
+                f"{', '.join(map(str, missing))}, which no other process has"
             )
         else:
             return Restored(notes=notes)
@@ -162,14 +178,14 @@ class LocalCheckpointer(Callback):
         times = [float(times[name].max()) for name in names]
         state = self._parts.assemble(arrays)
         if (step, jax.process_index()) not in mine:
-            # So that the next loss costs nothing either.
+            # Saved again, so that another lost disk can be replaced too.
             self.save(step, state, *times)
-        notes.append(f"resume: step {step} of local disks")
+        notes.append(f"resume: step {step} from local disks")
         full = {host for listed in held[step].values() for host in listed}
         if empty := [str(host) for host in range(len(hosts)) if host not in full]:
             notes.append(
-                f"process {', '.join(empty)} had nothing on its disk: received its parts "
-                "from the others"
+                f"process {', '.join(empty)} had no checkpoint on its disk: received its "
+                "parts from the others"
             )
         return Restored(state, step, *times, notes)
 
@@ -184,7 +200,7 @@ class LocalCheckpointer(Callback):
                 with path.open("rb") as opened, np.load(opened) as file:
                     bad, members = file.zip.testzip(), len(file.files)
                     about = _about(file)
-                # A flipped bit may cut the file's table of contents short.
+                # A flipped bit may shorten the file's table of contents.
                 if bad is None and members != about["members"]:
                     bad = f"{members} of {about['members']} arrays"
                 if bad is None and step != about["step"]:
@@ -198,7 +214,7 @@ class LocalCheckpointer(Callback):
         return paths
 
     def _exchange(self, arrays: dict, held: Held) -> dict:
-        """Sends parts to the processes that lack them; returns those for this one."""
+        """Sends parts to the processes that lack them; returns the received parts."""
         received, me = {}, jax.process_index()
         for provider, names in self._parts.transfers(held):
             for name in names:
@@ -230,7 +246,7 @@ class LocalCheckpointer(Callback):
 
 
 def _run_id(workdir: str | os.PathLike) -> str:
-    """Returns the id drawn when a run began: a new run does not find old files."""
+    """Returns the random id of a run, so that a new run does not use old files."""
     path = epath.Path(workdir) / "run_id"
     if jax.process_index() == 0 and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,10 +260,14 @@ def _about(file: np.lib.npyio.NpzFile) -> dict:
 
 
 class StateParts:
-    """The parts of a state that is spread over the devices of several processes.
+    """The parts of a state that is split over the devices of several processes.
 
-    A part is what one device holds of one array; its name is the number of the array
-    and where the part begins and ends, as "12:0-8,4-8".
+    A part is the shard of one array on one device. Its name is the number of the array,
+    followed by the begin and end of the shard along each axis, such as "12:0-8,4-8".
+
+    Args:
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+      shardings: state with the sharding of each array.
     """
 
     def __init__(self, shapes: TrainState, shardings: TrainState):
@@ -267,7 +287,7 @@ class StateParts:
         return list(zip(*trees, strict=True))
 
     def describe(self) -> list:
-        """Returns what must be equal for parts to fit, for JSON."""
+        """Returns the JSON that must be equal for parts to fit a state."""
         leaves = jax.tree_util.tree_leaves_with_path(self._shapes)
         return [
             [[jax.tree_util.keystr(k), list(x.shape), str(x.dtype)] for k, x in leaves],
@@ -279,16 +299,19 @@ class StateParts:
         return set(self._held[process])
 
     def bytes_of(self, name: str) -> int:
-        """Returns the size of a part."""
+        """Returns the size of a part in bytes."""
         return next(held[name] for held in self._held.values() if name in held)
 
     def lacking(self, held: Held) -> list[int]:
-        """Returns the processes with parts that are on no disk."""
+        """Returns the processes with parts that are not on any disk."""
         there = set().union(*(self._held[process] for process in held))
         return [p for p, names in self._held.items() if not there.issuperset(names)]
 
     def transfers(self, held: Held) -> list[tuple[int, list[str]]]:
-        """Returns sending process and names, the same in every process, of parts to send."""
+        """Returns pairs of a sending process and the names of the parts to send.
+
+        The result is the same in every process.
+        """
         has = {host: set() for host in self._held}
         for process, hosts in held.items():
             for host in hosts:
@@ -300,7 +323,7 @@ class StateParts:
         return sorted(plan.items())
 
     def parts_of(self, state: TrainState) -> dict[str, np.ndarray]:
-        """Copies the parts that this process holds: name to bytes."""
+        """Copies the parts that this process holds; returns bytes by name."""
         leaves = jax.tree.leaves(state.replace(key=jax.random.key_data(state.key)))
         shards = {
             _name(number, shard.index, leaf.shape): shard.data
@@ -309,14 +332,14 @@ class StateParts:
         }
         for data in shards.values():
             data.copy_to_host_async()
-        # Copied: on CPU this is the device's memory, which the next step overwrites.
+        # Copied, because on CPU the next step overwrites the memory of these arrays.
         return {
             name: np.array(jax.device_get(data), order="C").reshape(-1).view(np.uint8)
             for name, data in shards.items()
         }
 
     def assemble(self, arrays: dict[str, np.ndarray]) -> TrainState:
-        """Builds the state of all processes from the parts that this one holds."""
+        """Builds the global state from the parts that this process holds."""
 
         def array(number, leaf, sharding):
             def part(index):

@@ -1,10 +1,11 @@
-"""One start at a time writes a workdir.
+"""Locks a workdir, so that only one start at a time writes to it.
 
-The file `lock` in it names the process that holds it. The operating system also locks that
-file until the process ends, however it ends: a restart on the same host begins at once.
-Another host cannot see the process, and a bucket has no such locks. So the holder also
-writes a heartbeat every few seconds, and a lock whose heartbeat has stood still for a
-minute is taken over. Clocks of different hosts are never compared.
+The file `lock` in the workdir names the process that holds the lock. The operating
+system also locks that file until the process ends, even if it is killed, so a restart
+on the same host begins at once. Another host cannot see the process, and buckets do not
+support file locks. So the holder also writes a heartbeat every few seconds, and if the
+heartbeat stops for a minute, another start takes the lock over. Clocks of different
+hosts are never compared.
 """
 
 import contextlib
@@ -34,24 +35,24 @@ _BEAT_SECONDS = 10.0
 _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _ENDING_SECONDS = 3.0  # A killed process may keep its lock until its memory is freed.
-_SETTLE_SECONDS = 2.0  # For two starts at the same moment, where nothing else decides.
+_SETTLE_SECONDS = 2.0  # If two starts write at the same time, the last one wins.
 _KEYS = {"host", "pid", "start", "boot", "processes", "born", "token", "lease_seconds"}
 
 
 @contextlib.contextmanager
 def held(workdir: str | os.PathLike) -> Iterator[None]:
-    """Locks a workdir, which it creates if needed, against other starts.
+    """Locks a workdir against other starts; creates it if needed.
 
-    All processes of a job check that they can write it; process 0 holds the lock.
+    All processes of a job check that they can write to it; process 0 holds the lock.
 
     Args:
-      workdir: folder of a run or of a study, perhaps in a bucket.
+      workdir: folder of a run or of a study, on a disk or in a bucket.
 
     Raises:
-      UserError: it cannot be written, or another start writes it.
+      UserError: the workdir cannot be written, or another start holds the lock.
     """
     path, new = _absolute(workdir), False
-    with contextlib.suppress(OSError):  # `probe` reports what is wrong with its name.
+    with contextlib.suppress(OSError):  # `probe` reports an invalid name.
         new = not path.exists()
     probe(workdir)
     lock = None
@@ -60,7 +61,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
             lock = _Lock(path / NAME, str(workdir))
         except UserError:
             raise
-        except Exception as error:  # Errors of buckets are no OSErrors.
+        except Exception as error:  # Buckets do not raise OSErrors.
             raise UserError(
                 f"--workdir={workdir}: {path / NAME} cannot be written "
                 f"({describe_failure(error)}): remove that file, change its permissions, or choose "
@@ -72,7 +73,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
         if lock:
             lock.release()
         if new and _is_local(path):
-            with contextlib.suppress(OSError):  # Something was written: it stays.
+            with contextlib.suppress(OSError):  # A folder with files is kept.
                 os.rmdir(path)
 
 
@@ -86,11 +87,11 @@ def probe(workdir: str | os.PathLike) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if _is_local(path):
-            # A file without a name: nothing of it stays, even after a kill.
+            # A file without a name does not remain, even after a kill.
             with tempfile.TemporaryFile(dir=path) as opened:
                 opened.write(bytes(4096))
                 opened.flush()
-                os.fsync(opened.fileno())  # Some disks are full only then.
+                os.fsync(opened.fileno())  # Some disks report that they are full here.
         else:
             file = path / f".probe-{socket.gethostname()}-{os.getpid()}"
             try:
@@ -98,8 +99,8 @@ def probe(workdir: str | os.PathLike) -> None:
             finally:
                 file.unlink(missing_ok=True)
     except ImportError:
-        raise  # `guards.clear_errors` says what to install for buckets.
-    except Exception as error:  # Errors of buckets are no OSErrors.
+        raise  # `guards.clear_errors` names the packages for buckets.
+    except Exception as error:  # Buckets do not raise OSErrors.
         if _is_local(path):
             path = next(p for p in (path, *path.parents) if os.path.lexists(p))
             if not path.is_dir():
@@ -151,13 +152,13 @@ class _Lock:
         self._done.set()
         # A disk or bucket that hangs must not delay an error on the other hosts.
         self._beating.join(_LOOK_SECONDS)
-        with contextlib.suppress(Exception):  # A disk or bucket that is gone.
+        with contextlib.suppress(Exception):  # The disk or bucket may be unavailable.
             if not self._is_anothers(self._read()):
                 self._path.unlink(missing_ok=True)
         self._close()
 
     def _open(self) -> tuple[int, bool]:
-        """Opens the file; also returns whether the operating system has locked it."""
+        """Opens the file; returns it and whether the operating system has locked it."""
         until = time.monotonic() + _ENDING_SECONDS
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -166,29 +167,29 @@ class _Lock:
             except BlockingIOError:
                 holder = self._read()
                 if holder and holder["boot"] != self._mine["boot"]:
-                    return file, False  # A server may not know yet that it is dead.
+                    return file, False  # A file server may keep a dead host's lock.
                 os.close(file)
                 if time.monotonic() > until:
                     self._refuse_if(bool)
                 time.sleep(_LOOK_SECONDS / 5)
-            except OSError:  # This file system has no locks.
+            except OSError:  # This file system does not support locks.
                 return file, False
             else:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(file), os.stat(self._path)):
                         return file, True
-                os.close(file)  # Its holder has just removed it.
+                os.close(file)  # The holder has just removed this file.
 
     def _wait_for_the_last_holder(self, locked: bool) -> None:
-        """Returns when the process that the file names has ended; raises if it lives."""
+        """Waits for the end of the process named in the file; raises if it is alive."""
         holder = self._read()
         if holder is None:
             return
         here = all(holder[key] == self._mine[key] for key in ("boot", "processes"))
         if here and self._mine["born"]:
-            # Also where the system has locked it for this process: the holder may have
-            # begun while a file server still kept the lock of a host that was gone. Not
-            # if this is a copy of its workdir, and so of its file.
+            # The holder may be alive although the system has locked the file for this
+            # process: it may have begun while a file server still kept the lock of a
+            # dead host. A lock file that was copied with its workdir does not count.
             copied = locked and holder.get("inode") not in (None, self._mine["inode"])
             if not copied and processes.started(holder["pid"]) == holder["born"]:
                 self._refuse_if(bool)
@@ -197,8 +198,8 @@ class _Lock:
             return
         seconds = holder["lease_seconds"]
         print(
-            f"{_who(holder)} has left a lock in {self._workdir}: waiting for a sign of "
-            f"life from it, at most {seconds:.0f} s",
+            f"{_who(holder)} has left a lock in {self._workdir}: waiting up to "
+            f"{seconds:.0f} s for a heartbeat from it",
             file=sys.stderr,
             flush=True,
         )
@@ -211,8 +212,8 @@ class _Lock:
         holder = self._read()
         if wrong(holder):
             raise UserError(
-                f"--workdir={self._workdir}: {_who(holder)} writes to it, since "
-                f"{holder['start']}: end that one, or choose another --workdir"
+                f"--workdir={self._workdir}: {_who(holder)} has been writing to it since "
+                f"{holder['start']}: end that process, or choose another --workdir"
             )
 
     def _is_anothers(self, holder: dict | None) -> bool:
@@ -225,9 +226,9 @@ class _Lock:
                 if self._is_anothers(holder):
                     ending.end_job(
                         EXIT_USER_ERROR,
-                        f"{_who(holder)} has taken {self._workdir} over since "
-                        f"{holder['start']}, because this one stood still: ended, so "
-                        "that only one writes",
+                        f"{_who(holder)} took {self._workdir} over at "
+                        f"{holder['start']}, because this process was not responding: this "
+                        "process ends, so that only one writes",
                     )
                 self._mine["beat"] += 1
                 self._write()
@@ -246,7 +247,8 @@ class _Lock:
         if self._file is None:
             self._path.write_text(text)
             return
-        # The system's lock belongs to this file, so it is overwritten, up to 1,000 bytes.
+        # The system's lock belongs to this file, so it is overwritten, up to 1,000
+        # bytes.
         os.pwrite(self._file, f"{text:<1000}\n".encode(), 0)
         os.fsync(self._file)
 
@@ -259,12 +261,12 @@ def _absolute(workdir: str | os.PathLike) -> epath.Path | pathlib.Path:
     files.refuse_scheme("--workdir", workdir)
     bucket = "://" in str(workdir)
     path = epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
-    # Orbax puts the path into a glob pattern to merge what the hosts have written: it would
-    # save a checkpoint that cannot be read, or merge another run's files.
+    # Orbax merges the files of all hosts by a glob pattern with this path: it would
+    # save a checkpoint that cannot be read, or merge files of another run.
     if match := re.search(r"[*?\[]", os.fspath(path)):
         raise UserError(
-            f"--workdir={workdir}: {path} has a {match.group()!r}, and checkpoints cannot be saved "
-            "in a folder with *, ? or [ in its path: choose another --workdir"
+            f"--workdir={workdir}: {path} contains {match.group()!r}, but checkpoints cannot "
+            "be saved in a folder with *, ? or [ in its path: choose another --workdir"
         )
     return path
 
@@ -278,7 +280,7 @@ def _who(holder: dict) -> str:
 
 
 def _boot() -> str:
-    """Returns an id of this boot of the machine; its end has released all file locks."""
+    """Returns an id of this boot of the machine; a reboot releases all file locks."""
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()  # Not Linux.

@@ -1,4 +1,4 @@
-"""The training run, from config to report, in the order in which things happen."""
+"""The training run from config to report; functions stand in the order of execution."""
 
 import contextlib
 import dataclasses
@@ -40,10 +40,10 @@ def train(
     Args:
       config: complete config, from `vit_jax.training.config.load`.
       workdir: folder for checkpoints, metrics and the report.
-      startup: timer with the phases before this call.
-      setup: result of `build_setup`, or of `SweepSetups.build` in a sweep, whose runs
-        share what they compile.
-      callbacks: user's callbacks, called beside the actions of the loop.
+      startup: timer that has measured the phases before this call.
+      setup: result of `build_setup`, or, in a sweep, of `SweepSetups.build`, which
+        shares compiled programs between runs.
+      callbacks: user's callbacks, called after those of the loop.
 
     Returns:
       The content of `report.json`: config, commit, devices, steps, wall_seconds,
@@ -51,11 +51,11 @@ def train(
       ...}}), params_sha256 and more.
 
     Raises:
-      UserError: bad input or full memory or disk; see docs/resume.md.
-      Preempted: SIGTERM or SIGHUP came, or a loader process was killed, and the state
-        is saved.
-      Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
-        second one raises KeyboardInterrupt at once.
+      UserError: the input is invalid, or memory or disk is full; see docs/resume.md.
+      Preempted: the process received SIGTERM or SIGHUP, or a loader process was killed;
+        the state is saved.
+      Interrupted: the user pressed Ctrl-C, or the stop button of a notebook; the state
+        is saved. Pressing it again raises KeyboardInterrupt at once.
     """
     with _guarded(config, workdir, startup or StartupTimer()) as start:
         config = resolved(config)
@@ -74,7 +74,7 @@ def train(
 
 
 class _Start(NamedTuple):
-    """What measures and guards a start; `stack` closes what it opens."""
+    """Timers and guards of a start; `stack` closes the context managers of the run."""
 
     timer: StartupTimer
     clock: RunClock
@@ -87,7 +87,7 @@ class _Start(NamedTuple):
 
 @contextlib.contextmanager
 def _guarded(config, workdir, timer):
-    """Locks the workdir, hears signals and watches for stalls within."""
+    """Locks the workdir, handles signals and watches for stalls while it is open."""
     watchdog = guards.Watchdog(config.stall_timeout)
     with (
         guards.clear_errors(config),
@@ -101,7 +101,7 @@ def _guarded(config, workdir, timer):
 
 
 def _ready(config, workdir, setup, start) -> TrainSetup:
-    """Returns the setup with its evaluations, after a trial of all data."""
+    """Returns the setup with its evaluations, after reading some data of each split."""
     start.timer.announce("imported; finding the devices")
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
@@ -154,7 +154,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
         clock=start.clock,
         watchdog=start.watchdog,
         preemption=start.preemption,
-        # What happens after a step, in this order.
+        # They are called after each step in this order.
         callbacks=[
             logger,
             Saving(),
@@ -169,7 +169,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
             config.optim.note(restored.state.params),
         ],
     )
-    del restored  # Its state, which the first step overwrites.
+    del restored  # The first step overwrites the memory of its state.
     run.notify("begin", run)
     evaluating.catch_up()
     _end_if_asked(run)
@@ -177,8 +177,8 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
 
 
 def _start_compiling(config, setup) -> Callable[[], Step]:
-    """Returns a function that waits for the compiled step, unless it is not to be compiled."""
-    # JAX will run a failed step again, operation by operation, to find a NaN.
+    """Starts to compile the step, if needed; returns a function that waits for it."""
+    # To find a NaN, JAX runs a failed step again, operation by operation.
     if config.debug_nans or setup.compiled:
         return lambda: setup.compiled or setup.train_step
     shapes, batch = setup.layout.shapes, setup.layout.batch
@@ -186,7 +186,7 @@ def _start_compiling(config, setup) -> Callable[[], Step]:
 
 
 def _take_steps(run, timer, tracing, compiled_step) -> None:
-    """Takes the steps of this start, with the callbacks after each and at the end."""
+    """Takes the steps of this start; calls the callbacks after each and at the end."""
     config, setup = run.config, run.setup
     data_shard, num_data_shards = meshes.data_shard(setup.mesh)
     batches = pipeline.train_batches(
@@ -199,7 +199,7 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
         data_shard=data_shard,
         num_data_shards=num_data_shards,
     )
-    if run.preemption.reached():  # Before the first step, which compiles, begins.
+    if run.preemption.reached():  # Checked now, because the first step compiles.
         guards.end_early(run)
     timer.end_phase("init", "waiting for the compiled train step")
     run.watchdog.reset("making or restoring the state")
@@ -208,7 +208,7 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
     train_step = of_any_shape(compiled, jitted, shapes)
     timer.end_phase("compile")
     run.watchdog.reset("compilation")
-    # debug_nans runs a failed step again, operation by operation, which transfers.
+    # With debug_nans, JAX runs a failed step again, which transfers arrays to the host.
     guard = "allow" if config.debug_nans else "disallow"
     with batches, jax.transfer_guard(guard), tracing:
         for step, batch in run.logger.steps(batches):
@@ -225,14 +225,14 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
 
 
 def _end_if_asked(run: Run) -> None:
-    """Saves and ends the run, if a signal came."""
+    """Saves and ends the run if a signal was received."""
     if run.ending:
-        run.metrics()  # They must be finite.
+        run.metrics()  # Raises if they are not finite.
         guards.end_early(run)
 
 
 def _local_checkpoints(config, workdir, setup) -> Callback | None:
-    """Returns what saves on local disks and restores from them, if the config asks for it."""
+    """Returns the callback that saves on local disks; None if the config has it off."""
     if not config.local_checkpoint.every_steps:
         return None
     from vit_jax.training.local_checkpoint import LocalCheckpointer
@@ -244,12 +244,12 @@ def _local_checkpoints(config, workdir, setup) -> Callback | None:
 
 
 def _nothing_elsewhere(newer_than: int) -> Restored:
-    """Restores nothing: the workdir has all checkpoints."""
+    """Restores nothing, because all checkpoints are in the workdir."""
     return Restored()
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """Returns the config with the mean and deviation that `data.mean` asks to estimate.
+    """Returns the config with `data.mean` and `data.std` estimated if they ask for it.
 
     Raises:
       UserError: data cannot be opened or read.
@@ -267,13 +267,13 @@ def build_setup(
     workdir: str | os.PathLike,
     startup: StartupTimer | None = None,
 ) -> TrainSetup:
-    """Opens the training split, and builds the functions of a run.
+    """Opens the training split and builds the functions of a run.
 
-    The workdir may hold checkpoints of the run.
+    The workdir may contain checkpoints of the run.
 
     Raises:
-      UserError: the workdir holds another run, data cannot be opened, or the config does
-        not fit them, the devices or itself.
+      UserError: the workdir contains another run, the data cannot be opened, or the
+        config does not fit the data or the devices, or contradicts itself.
     """
     config = resolved(config)
     startup, data = startup or StartupTimer(), config.data
@@ -292,7 +292,8 @@ def open_suite(config: TrainConfig, setup: TrainSetup) -> Suite:
     """Opens the evaluations of a run.
 
     Raises:
-      UserError: data cannot be opened, or an evaluation does not fit them or the task.
+      UserError: data cannot be opened, or an evaluation does not fit its data or the
+        task.
     """
     names = setup.source.class_names
     return Suite(
@@ -307,16 +308,16 @@ def open_suite(config: TrainConfig, setup: TrainSetup) -> Suite:
 
 
 def _check_resumed(config, workdir, setup, checkpoints) -> None:
-    """Raises UserError if hosts differ, or the run has more steps than `total_steps`."""
+    """Raises UserError if hosts differ, or the run is already beyond `total_steps`."""
     latest = checkpoints.latest
     resume_check.check_data_of_hosts(
         config.data, {"train": setup.source} | setup.suite.sources(), latest
     )
     if config.extend_schedule != "none" and setup.total_steps < (latest or 0):
         raise UserError(
-            f"extend_schedule={config.extend_schedule!r}: {workdir} is at step {latest} "
-            f"already, and the run would have {setup.total_steps}: raise total_steps or "
-            "epochs"
+            f"extend_schedule={config.extend_schedule!r}: {workdir} is already at step "
+            f"{latest}, but the config has only {setup.total_steps} steps: raise "
+            "total_steps or epochs"
         )
 
 
@@ -355,7 +356,7 @@ def _make_report(run: Run) -> dict:
         run.logger.info(
             f"skipped damaged images {skipped} times (data.on_error={config.data.on_error})"
         )
-    if run.start == run.last_step:  # It was finished: its report says how it went.
+    if run.start == run.last_step:  # The run was finished: its old report applies.
         kept = {name: report[name] for name in ("best", "params_sha256")}
         report = report | (run_report.read_report(run.workdir) or {}) | kept
         report["final"] = report["final"] | run.final
@@ -373,13 +374,14 @@ def restore_or_init(
 ) -> Restored:
     """Restores or initialises the state, each part on the devices that hold it.
 
-    A run that begins has step 0, and weights that `config.init` names.
+    A new run starts at step 0, from the weights that `config.init` names, if any.
 
     Args:
       config: complete config.
       setup: parts of the run.
       checkpoints: checkpoints of the workdir; the newest is restored.
-      restore_newer: restores a state after a given step from elsewhere, if there is one.
+      restore_newer: function of a step that restores a newer state from another place,
+        such as local disks, if there is one.
 
     Raises:
       UserError: no checkpoint is intact, it was saved with other data, or `init`
@@ -389,7 +391,7 @@ def restore_or_init(
     restored = restore_newer(latest)
     while restored.state is None and latest:
         checkpoints.verify()
-        if checkpoints.latest < latest:  # What is elsewhere may be newer now.
+        if checkpoints.latest < latest:  # Now the other place may have a newer state.
             restored = restore_newer(checkpoints.latest)
         if restored.state is None:
             notes += restored.notes
@@ -397,7 +399,7 @@ def restore_or_init(
     if latest:
         notes += checkpoints.put_damaged_aside()
     elif restored.state is None and config.init.checkpoint:
-        from vit_jax.weights.initial import load_initial  # With what fits weights.
+        from vit_jax.weights.initial import load_initial  # Only runs with init need it.
 
         params, others, notes = load_initial(
             config.init,

@@ -43,8 +43,8 @@ class MetricLogger(Callback):
     def __init__(self, startup: StartupTimer, compilations: CompilationCounter):
         self._startup, self._compilations = startup, compilations
         self._closing = contextlib.ExitStack()
-        self._advise = False  # Whether to report it if the input is the bottleneck.
-        self._skipped = 0  # Damaged images that this process left out.
+        self._advise = False  # Whether to log advice if the input is the bottleneck.
+        self._skipped = 0  # Number of damaged images that this process skipped.
 
     def begin(self, run: Run) -> None:
         self._run, config, setup = run, run.config, run.setup
@@ -84,13 +84,13 @@ class MetricLogger(Callback):
             self.info(note)
 
     def steps(self, batches: pipeline.Batches) -> Iterator[tuple[int, dict]]:
-        """Yields the steps to take with their batches, and measures them."""
+        """Yields the number and the batch of each step to take, and measures steps."""
         self._advise = batches.read_ahead
         timed = self._stall_timer.iterate(batches)
         for step, batch in enumerate(timed, self._run.start + 1):
             self.step_timer.mark("input")
             self._skipped += int(batch.pop("skipped").sum())
-            if step == 1 and "grids" not in batch:  # Strips of patches show nothing.
+            if step == 1 and "grids" not in batch:  # Not rows of patches.
                 self._write_images("train/images", batch["image"], 0)
             yield step, batch
             if line := self.step_timer.end_step(step):
@@ -99,11 +99,11 @@ class MetricLogger(Callback):
                 return
 
     def step_started(self, metrics: object) -> None:
-        """Notes that the device received a step, which returns these metrics."""
+        """Records that a step was queued on the device; `metrics` are its results."""
         self._stall_timer.step_started(metrics)
 
     def step_done(self, step: int) -> None:
-        """Notes that the device has computed a step."""
+        """Records that the device has computed a step."""
         self.step_timer.mark("device step")
         self._progress.step_done(step, self._stall_timer.seconds)
         if step == self._run.start + 1:
@@ -142,11 +142,11 @@ class MetricLogger(Callback):
         self.step_timer.mark("logging")
 
     def _of_all_processes(self) -> tuple[float, int]:
-        """Returns the longest wait for input, seconds, and the number of damaged images."""
+        """Returns the longest wait for input in seconds, and the skipped images."""
         each = meshes.process_allgather(
             waited=self._stall_timer.seconds, skipped=self._skipped
         )
-        # Of processes that load the same shard of every batch, one counts.
+        # Processes that load the same shard of every batch skip the same images.
         _, shards = meshes.data_shard(self._run.setup.mesh)
         skipped = int(each["skipped"].sum()) // (jax.process_count() // shards)
         return float(each["waited"].max()), skipped
@@ -156,8 +156,13 @@ class MetricLogger(Callback):
     ) -> None:
         """Prints the scores of evaluations, and writes those not written yet.
 
-        All map evaluations to sets of parameters: to metrics, to a
-        `protocol.Confusion` if there is one, and to strips of pictures if any.
+        Each argument is a nested dict by evaluation and set of parameters.
+
+        Args:
+          step: number of steps taken.
+          scores: metrics by name.
+          confusions: `protocol.Confusion`, for evaluations that have one.
+          pictures: strips of pictures, for evaluations that have some.
         """
         for name, kinds in scores.items():
             if self.has_scores(step, name):
@@ -190,7 +195,7 @@ class MetricLogger(Callback):
 
     @property
     def history(self) -> list[dict]:
-        """The lines of metrics.jsonl: "step", and the metrics by name."""
+        """The lines of metrics.jsonl: dicts of "step" and the metrics by name."""
         return self._files.lines
 
     def has_scores(self, step: int, name: str) -> bool:
@@ -199,7 +204,11 @@ class MetricLogger(Callback):
 
     @contextlib.contextmanager
     def pause(self, phase: str = ""):
-        """Stops the clock of training steps within, which is a phase of the `StepTimer`."""
+        """Stops the clock of training steps while it is open.
+
+        Args:
+          phase: phase of the `StepTimer` that the time is added to; "": none.
+        """
         self._progress.pause()
         yield
         self._progress.resume()
@@ -223,11 +232,18 @@ class MetricLogger(Callback):
 
 
 class Progress:
-    """Prints lines, moves a bar on terminals and measures the time spent in steps.
+    """Prints progress, shows a bar on terminals and measures the time spent in steps.
 
-    The first step of a start is not counted, since it compiles. Nor is what happens
-    between `pause` and `resume` (evaluation, waiting for a save). Only an `active`
-    process prints; `ideal` is the result of `ideal_seconds`.
+    The first step of a start is not counted, since it compiles. The time between
+    `pause` and `resume` (evaluation, waiting for a save) is not counted either.
+
+    Args:
+      start: number of steps taken by earlier starts.
+      total: number of steps of the run.
+      batch_size: number of images per step.
+      devices: number of devices.
+      active: whether this process prints.
+      ideal: result of `ideal_seconds`.
     """
 
     def __init__(
@@ -242,7 +258,7 @@ class Progress:
     ):
         self._total, self._batch, self._devices = total, batch_size, devices
         self._ideal, self._active = ideal, active
-        # Where lines go through a pipe, as to tee, they would mix with the bar.
+        # If output goes to a pipe, such as to tee, lines would mix with the bar.
         self._bar = StepBar(start, total, active=active and sys.stdout.isatty())
         self._step = self._logged = start
         self._seconds = self._logged_seconds = self._logged_waited = 0.0
@@ -251,10 +267,10 @@ class Progress:
         self._rate = 0.0
 
     def step_done(self, step: int, waited: float = 0.0) -> None:
-        """Notes that the device has computed a step, see `log` for `waited`."""
+        """Records that the device has computed a step; for `waited` see `log`."""
         self._count()
         self._step = step
-        if step == self._first:  # It compiled: the clock starts here.
+        if step == self._first:  # The first step compiles: the clock starts after it.
             self._logged, self._seconds, self._logged_seconds = step, 0.0, 0.0
             self._since, self._logged_waited = time.perf_counter(), waited
         self._bar.show(step)
@@ -271,7 +287,7 @@ class Progress:
 
     @property
     def images_per_second(self) -> float:
-        """Mean over all counted steps of this start; 0 if there was only one."""
+        """Mean over all counted steps of this start; 0 if no step was counted."""
         steps = self._step - self._first
         return steps * self._batch / self._seconds if self._seconds else 0.0
 
@@ -283,20 +299,20 @@ class Progress:
         stalled: float = 0.0,
         memory: float = 0.0,
     ) -> dict[str, float]:
-        """Prints a line and returns the speed since the last one.
+        """Prints a line and returns the speed since the previous line.
 
         Args:
-          step: steps taken.
+          step: number of steps taken.
           loss: training loss.
           waited: seconds of this start in which the device waited for input.
-          stalled: seconds since the last line in which the loop waited for saves.
-          memory: GiB in use on a device, 0 if unknown.
+          stalled: seconds since the previous line in which the loop waited for saves.
+          memory: GiB in use on a device; 0 if unknown.
 
         Returns:
           step_seconds, images_per_second, images_per_second_per_device, input_wait (the
-          fraction of the time in which the device waited for input), and mfu, the
-          fraction of the device's peak that the operations of the model reach, if that
-          peak is known. Empty where no step was counted yet.
+          fraction of the time in which the device waited for input), and, if the
+          device's peak is known, mfu (model FLOPs utilisation). Empty if no step was
+          counted yet.
         """
         speed, shown = self._speed(step, waited), [f"loss {loss:.4f}"]
         parts = [f"step {step}/{self._total}", *shown]
@@ -320,12 +336,12 @@ class Progress:
         return speed
 
     def _speed(self, step: int, waited: float) -> dict[str, float]:
-        """Returns what `log` returns, and begins the next interval."""
+        """Returns the result of `log`, and begins the next interval."""
         steps, wait = step - self._logged, 0.0
         seconds = self._seconds - self._logged_seconds
         if steps and seconds:
             self._rate = steps * self._batch / seconds
-            # Clocks of two threads may differ slightly.
+            # Two threads measure these times, so the fraction may exceed 1 slightly.
             wait = min(1.0, (waited - self._logged_waited) / seconds)
         self._logged, self._logged_seconds = step, self._seconds
         self._logged_waited = waited
@@ -366,18 +382,24 @@ def _clock(seconds: float) -> str:
 def ideal_seconds(flops: int | None, device_kind: str) -> float:
     """Returns the seconds in which a device at its peak would train on one image.
 
-    Model FLOPs utilisation is this times the images per second and device. It is 0 if the
-    peak of the device, as that of a CPU, or `flops`, operations per image, is unknown.
+    Model FLOPs utilisation is this number times the images per second per device.
+
+    Args:
+      flops: floating-point operations of training per image, or None.
+      device_kind: name of the device in JAX.
+
+    Returns:
+      Seconds; 0 if `flops` is None or the peak of the device is unknown, as for a CPU.
     """
     chip = chips.find(device_kind)
     return 0.0 if chip is None or flops is None else flops / chip.peak_flops
 
 
 def memory_use() -> dict[str, float]:
-    """Returns memory_gib and memory_peak_gib of the fullest device of this process, in GiB.
+    """Returns memory_gib and memory_peak_gib, the memory in use and its peak, in GiB.
 
-    The peak is that since the process began. Empty where the device does not report it, as
-    a CPU.
+    Both are maxima over the devices of this process; the peak is since the process
+    began. The dict is empty if devices do not report their memory, as for a CPU.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     names = {"memory_gib": "bytes_in_use", "memory_peak_gib": "peak_bytes_in_use"}

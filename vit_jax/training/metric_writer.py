@@ -1,4 +1,4 @@
-"""Metrics to disk: `metrics.jsonl`, `metrics.csv` for tables, TensorBoard events."""
+"""Writes metrics to disk: `metrics.jsonl`, `metrics.csv`, TensorBoard events."""
 
 import contextlib
 import csv
@@ -15,11 +15,12 @@ from etils import epath
 from vit_jax.command_line.files import replace_text
 from vit_jax.training.trackers.tracker import Arrays, MetricWriter
 
-# Where PyTorch is installed tensorboardX imports it, to recognise its tensors, which
-# adds 1.2 to 2.5 s to every start. No tensor comes from here, so it is hidden meanwhile.
+# If PyTorch is installed, tensorboardX imports it to recognise its tensors, which adds
+# 1.2 to 2.5 s to every start. PyTorch is not needed here, so it is hidden during the
+# import.
 _hide_torch = "torch" not in sys.modules
 if _hide_torch:
-    sys.modules["torch"] = None  # To import it now fails as if it were not installed.
+    sys.modules["torch"] = None  # An import fails as if PyTorch were not installed.
 try:
     from tensorboardX import event_file_writer, summary
     from tensorboardX.proto import event_pb2, summary_pb2
@@ -29,11 +30,14 @@ finally:
 
 
 class Events:
-    """Appends to a new TensorBoard event file in a folder, at once.
+    """Appends to a new TensorBoard event file in a folder, in the calling thread.
 
-    tensorboardX's writer has a thread, which dies on a full disk; after ten more events
-    its caller waits forever. Here the caller gets the error. TensorBoard drops steps from
-    `purge` on of earlier files.
+    tensorboardX's own writer has a thread that dies on a full disk; after ten more
+    events its caller waits forever. Here the caller gets the error.
+
+    Args:
+      folder: folder of the event file.
+      purge: first step that TensorBoard ignores in earlier files of the folder.
     """
 
     def __init__(self, folder: epath.Path, purge: int):
@@ -44,15 +48,15 @@ class Events:
         self._write(event_pb2.Event(step=purge, session_log=start))
 
     def add(self, step: int, summary: summary_pb2.Summary) -> None:
-        """Writes what `tensorboardX.summary` makes of a number, an image or a text."""
+        """Writes a number, image or text, as converted by `tensorboardX.summary`."""
         self._write(event_pb2.Event(step=step, summary=summary))
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Writes buffered events."""
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the file; what could not be written is lost."""
+        """Closes the file; events that cannot be written are lost."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -64,17 +68,17 @@ class Events:
 class WorkdirWriter(MetricWriter):
     """Writes the metrics of one run; a no-op in all processes but the first.
 
-    A full disk does not end the run: an error is printed, and what is missing is written
-    as soon as that works again.
+    A full disk does not end the run: an error is printed, and missing metrics are
+    written as soon as the disk can be written again.
 
     Args:
-      workdir: folder of the run. Lines of an earlier start stay up to `step`; later ones,
-        of steps that are now taken again, are dropped.
-      step: steps taken when this start begins.
+      workdir: folder of the run. Lines of an earlier start are kept up to `step`; later
+        lines are dropped, because their steps are taken again.
+      step: number of steps taken when this start begins.
       active: whether this process writes.
 
     Attributes:
-      lines: lines written so far: "step", and the metrics by name.
+      lines: lines written so far, dicts of "step" and the metrics by name.
     """
 
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
@@ -82,9 +86,9 @@ class WorkdirWriter(MetricWriter):
         self._folder = epath.Path(workdir)
         self._active, self._purge = active, step + 1
         self._events = None
-        self._unwritten = []  # Step and summary, for TensorBoard.
-        self._columns = {"step": None}  # Of the table, in order.
-        self._complete = set()  # Files that lack at most the last line.
+        self._unwritten = []  # Pairs of step and summary for TensorBoard.
+        self._columns = {"step": None}  # Columns of the table in order.
+        self._complete = set()  # Names of files that lack at most the last line.
         path = self._folder / "metrics.jsonl"
         if step and path.exists():
             lines = map(_parse, path.read_bytes().splitlines())
@@ -132,8 +136,8 @@ class WorkdirWriter(MetricWriter):
         except OSError as error:
             print(
                 f"error: {self._folder}: metrics are not written "
-                f"({error.strerror or error}); training continues, and they are written "
-                "as soon as that works again",
+                f"({error.strerror or error}); training continues, and the metrics are "
+                "written as soon as the disk can be written again",
                 file=sys.stderr,
                 flush=True,
             )
@@ -151,7 +155,7 @@ class WorkdirWriter(MetricWriter):
         """Appends the last line to a file, or writes all lines."""
         path, append = self._folder / name, name in self._complete
         self._complete.discard(name)
-        # Objects in a bucket cannot grow, and a line may have failed halfway.
+        # Lines cannot be appended to objects in a bucket, or after a partial line.
         if append and "://" not in str(path):
             with path.open("a") as file:
                 file.write(as_text(self.lines[-1:], True))
@@ -176,7 +180,7 @@ class WorkdirWriter(MetricWriter):
             self._events.flush()
             self._unwritten = []
         except OSError:
-            # The file may end in half an event: what follows needs another.
+            # The file may end in a partial event, so later events need a new file.
             self.close()
             raise
 
@@ -187,7 +191,7 @@ def _as_json(lines: list[dict], append: bool) -> str:
 
 
 def _parse(line: bytes) -> dict | None:
-    """Reads a line; a killed process may have left half of one."""
+    """Parses a line; returns None for a partial line of a killed process."""
     try:
         values = json.loads(line)
     except ValueError:

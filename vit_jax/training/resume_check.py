@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # Only evaluations of weights have them.
     from vit_jax.data.preprocess import Preprocess
     from vit_jax.weights.pretrained import Pretrained
 
-# Files whose content is compared with the data, wherever they lie.
+# Keys of files that are compared by content, as data; their paths may change.
 _OF_DATA = ("data.exclude", "data.tokenizer")
 _LENGTH = {"total_steps", "epochs"}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
@@ -40,9 +40,9 @@ class Restored(NamedTuple):
 
     Attributes:
       state: arrays on the devices; None if nothing was restored.
-      step: optimiser steps taken.
-      seconds: wall-clock time of the earlier starts.
-      device_seconds: the same, each start's times its number of devices.
+      step: number of optimiser steps taken.
+      seconds: wall-clock time of the earlier starts in seconds.
+      device_seconds: sum over the earlier starts of seconds times number of devices.
       notes: lines for the log.
     """
 
@@ -58,10 +58,11 @@ def check_hosts(
 ) -> None:
     """Checks that all hosts were started with the same config, code, devices and workdir.
 
-    Call it before anything is compiled: programs that differ would wait for each other.
+    Call it before anything is compiled: hosts with different programs would wait for
+    each other forever.
 
     Raises:
-      UserError: they differ; it names the values and the hosts.
+      UserError: the hosts differ; the message names the values and the hosts.
     """
     if jax.process_count() > 1:
         agreement.check_agreement(
@@ -81,7 +82,7 @@ def check_hosts(
 
 
 def data_read(data: DataConfig, source: Source) -> dict[str, str | int]:
-    """Returns the fingerprint of the training split, and of files that it is read with."""
+    """Returns fingerprints of the training split and of files needed to read it."""
     return fingerprint.fingerprint(source) | records.checksums(data)
 
 
@@ -91,7 +92,7 @@ def check_data_of_hosts(
     """Checks that all hosts read the same data and see the same newest checkpoint.
 
     Raises:
-      UserError: they differ; it names the values and the hosts.
+      UserError: the hosts differ; the message names the values and the hosts.
     """
     if jax.process_count() > 1:
         agreement.check_agreement(
@@ -106,7 +107,7 @@ def check_evaluation_of_hosts(
     """Checks that all hosts evaluate the same weights, preprocessing and data.
 
     Raises:
-      UserError: they differ; it names the values and the hosts.
+      UserError: the hosts differ; the message names the values and the hosts.
     """
     if jax.process_count() > 1:
         agreement.check_agreement(
@@ -127,7 +128,7 @@ def _data(sources: Mapping[str, Source]) -> dict[str, object]:
 
 
 def _hash_of_sources() -> str:
-    # The files themselves, so that it shows uncommitted edits too.
+    # The content of the files rather than the commit, to include uncommitted edits.
     folder, digest = pathlib.Path(vit_jax.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
@@ -135,20 +136,22 @@ def _hash_of_sources() -> str:
 
 
 def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | None:
-    """Checks that a workdir does not hold a run of another config.
+    """Checks that a workdir does not contain a run of another config.
 
     Returns:
-      Metadata of the run's task, from its checkpoint; None if the workdir holds no run.
+      Metadata of the run's task, from its checkpoint; None if the workdir does not
+      contain a run.
 
     Raises:
-      UserError: it does; the message names the keys that differ.
+      UserError: it contains a run of another config; the message names the keys that
+        differ.
     """
     if not folders.has_checkpoint(workdir):
         return None
     metadata, now = folders.read_metadata(workdir), decisive(config)
     try:
         stored = decisive(training_config.complete(metadata["config"]))
-    except UserError:  # A key has gone since then.
+    except UserError:  # The stored config has a key that no longer exists.
         may_change = fields.flatten(config).keys() - now.keys()
         stored = fields.flatten(metadata["config"])
         stored = {key: stored[key] for key in stored.keys() - may_change}
@@ -160,11 +163,11 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
         keys = stored.keys() | now.keys()
         if {key for key in keys if stored.get(key) != now.get(key)} <= _LENGTH:
             remedy = (
-                "continue with the schedule of the new length by "
-                "--config.extend_schedule=stretch, "
+                "set --config.extend_schedule=stretch to continue with the schedule of "
+                "the new length, "
             )
         raise UserError(
-            f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
+            f"{workdir} contains a run of another config ({'; '.join(changed[:6])}): "
             f"choose another --workdir, {remedy}or set the same config"
         )
     return metadata["task"]
@@ -182,25 +185,33 @@ def decisive(config: TrainConfig) -> dict[str, object]:
 def check_data(
     stored: dict, data: dict, source: Source, workdir: str | os.PathLike, *, check: bool
 ) -> list[str]:
-    """Compares the training split with the one that a run was trained on.
+    """Compares the training split with the split that a run was trained on.
 
-    `stored` is the result of `data_read` in a checkpoint, `data` that of `source` now.
+    Args:
+      stored: result of `data_read` in the checkpoint.
+      data: result of `data_read` now.
+      source: training split.
+      workdir: folder of the run.
+      check: whether a difference is an error.
+
+    Returns:
+      Notes on differences.
 
     Raises:
-      UserError: the data differ and `check` is set; else the difference is a note.
+      UserError: the data differ and `check` is set.
     """
     if stored == data:
         return []
     changes = fingerprint.differences(stored, source)
     for name in sorted(data.keys() - fingerprint.fingerprint(source).keys()):
         if stored.get(name, data[name]) != data[name]:
-            changes.append(f"data.{name} has files of other content")
+            changes.append(f"the content of the files of data.{name} has changed")
     if not changes:
         return []
-    changed = f"the training split has changed since {workdir} was begun"
+    changed = f"the training split has changed since the run in {workdir} was begun"
     if check:
         raise UserError(
-            f"{changed}: {'; '.join(changes)}; restore the data, or continue with them as "
-            "they are: --config.data.check=False"
+            f"{changed}: {'; '.join(changes)}; restore the data, or set "
+            "--config.data.check=False to continue with the changed data"
         )
     return [f"{changed} (data.check=False): {'; '.join(changes)}"]

@@ -1,4 +1,4 @@
-"""`report.json` and the table at the end of a run."""
+"""The report of a run: `report.json`, and the table that is printed at the end."""
 
 import functools
 import hashlib
@@ -21,9 +21,10 @@ FILE = "report.json"
 
 
 def params_sha256(params: dict) -> str:
-    """Hashes parameters: path, shape and bytes of each, in path order.
+    """Returns a hash of the path, shape and bytes of each parameter, in path order.
 
-    All processes of the job must call it: each has only its part of them.
+    All processes of the job must call it, because each has only a part of the
+    parameters.
     """
     digest = hashlib.sha256()
     leaves = {
@@ -43,7 +44,7 @@ def _whole(leaf: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def commit() -> str | None:
-    """Returns the commit of this code, "-dirty" if files differ; None outside git."""
+    """Returns the commit of this code, "-dirty" if files differ; None without git."""
     here = pathlib.Path(__file__).parent
 
     def git(*words):
@@ -52,7 +53,7 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # Not just inside another repository.
+        # Fails if this file only lies inside another repository.
         git("ls-files", "--error-unmatch", __file__)
         dirty = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
@@ -61,7 +62,7 @@ def commit() -> str | None:
 
 
 def read_report(workdir: str | os.PathLike) -> dict | None:
-    """Returns the report of a finished run, or None.
+    """Returns the report of a finished run; None if there is none.
 
     Raises:
       UserError: the file is damaged.
@@ -82,13 +83,13 @@ def write_report(workdir: str | os.PathLike, report: dict) -> None:
     except OSError as error:
         raise UserError(
             f"the training is done, but {path} cannot be written "
-            f"({error.strerror or error}): mend that, then start again; saved steps are "
-            "not trained again"
+            f"({error.strerror or error}): make it writable, then start again; saved steps "
+            "are not trained again"
         ) from error
 
 
 def flatten_scores(scores: dict) -> dict[str, float]:
-    """Returns scores by their names "evaluation/parameters/metric"."""
+    """Returns a flat dict of scores with the names "evaluation/parameters/metric"."""
     return {
         f"{name}/{kind}/{metric}": value
         for name, kinds in scores.items()
@@ -98,7 +99,7 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict) -> str:
-    """Returns accuracies and IoUs of all evaluations as one line, and losses of others."""
+    """Returns one line with accuracies, mean IoUs, or else losses of evaluations."""
     flat = flatten_scores(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     losses = [
@@ -114,10 +115,11 @@ def scores_line(scores: dict) -> str:
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
-    """Returns the name and scores of the parameters to quote: averaged if there are any.
+    """Returns name and scores of the parameters to quote, averaged if there are any.
 
     Args:
-      kinds: parameters ("ema", "weights" or "params") -> metrics of one evaluation.
+      kinds: kind of parameters ("ema", "weights" or "params") to metrics of one
+        evaluation.
     """
     order = "ema", "weights", "params", *kinds
     name = next((kind for kind in order if kind in kinds), "")
@@ -147,7 +149,7 @@ def format_report(report: dict) -> str:
 
 
 def _scores(scores: dict[str, float]) -> str:
-    """Returns one evaluation as text: accuracy and loss, or its other metrics."""
+    """Returns one evaluation as text: accuracy and loss, or else other metrics."""
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if is_accuracy(k)}
         shown = shown or {
@@ -171,15 +173,17 @@ def compute_record(
     """Returns the compute of a run, for its report.
 
     Args:
-      images: images seen in training, counted in every epoch.
-      flops_per_image: result of `Task.training_flops`, counted as in table 6; or None.
+      images: number of images seen in training, summed over epochs.
+      flops_per_image: result of `Task.training_flops`, counted as in the paper's table
+        6, or None.
       device_kind, devices: name and number of the devices at the end of the run.
-      device_seconds: sum over all starts of seconds times devices, compilation,
-        evaluation and saving included; time after a killed start's last checkpoint is not.
+      device_seconds: sum over all starts of seconds times number of devices. It
+        includes compilation, evaluation and saving, but not the time of a killed start
+        after its last checkpoint.
 
     Returns:
-      "images_seen", "exaflops", "device_kind", "devices", "device_days" and
-      "tpuv3_core_days"; without the exaflops and core-days if `flops_per_image` is None.
+      "images_seen", "device_kind", "devices" and "device_days"; also "exaflops" and
+      "tpuv3_core_days" if `flops_per_image` is not None.
     """
     record = {
         "images_seen": images,
@@ -198,7 +202,8 @@ def compute_record(
 def exaflops_a_core_day() -> float:
     """Returns the exaFLOPs per day of a TPU v3 core in the paper's pretraining.
 
-    Two runs of 14 epochs are both in table 2, with core-days, and in table 6, with FLOPs.
+    It is computed from two runs of 14 epochs, whose core-days are in table 2 and whose
+    FLOPs are in table 6.
     """
     tables = published_tables()
     columns, days = (tables["table2"][k] for k in ("cols", "TPUv3-core-days"))
@@ -210,10 +215,10 @@ def exaflops_a_core_day() -> float:
 
 @functools.cache
 def published_tables() -> dict:
-    """Returns the paper's tables 2 and 5 to 9, as published.json beside this has them.
+    """Returns the paper's tables 2 and 5 to 9, from published.json in this folder.
 
     Percentages are top-1 on the test split. Table 2 has (mean, standard deviation) of
-    three runs; a number may be missing (None), or be words.
+    three runs; an entry may be None if it is missing, or a text.
     """
     here = importlib.resources.files("vit_jax.training")
     return json.loads((here / "published.json").read_text(encoding="utf-8"))

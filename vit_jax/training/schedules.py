@@ -1,4 +1,4 @@
-"""Learning rate schedules: a linear warmup, then one of these to the end of the run."""
+"""Learning rate schedules from the end of the warmup to the end of the run."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,8 @@ class ScheduleConfig:
     """Base of all schedules."""
 
     name: str = key(
-        "cosine", 'Name of the schedule, or "my_module:MyConfig" for your own.'
+        "cosine",
+        'Name of the schedule, or "my_module:MyConfig" for a schedule in your code.',
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
@@ -29,8 +30,8 @@ class ScheduleConfig:
 
         Args:
           peak: learning rate at the end of the warmup; it may be traced.
-          warmup: length of the warmup in steps, at most that of the run.
-          run: length of the run, with the warmup.
+          warmup: length of the warmup in steps, at most the length of the run.
+          run: length of the run, including the warmup.
 
         Raises:
           UserError: a key does not fit the length of the run.
@@ -40,7 +41,7 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConstantConfig(ScheduleConfig):
-    """The peak learning rate, constant."""
+    """A constant learning rate: the peak."""
 
     name: str = key("constant", "")
 
@@ -48,7 +49,8 @@ class ConstantConfig(ScheduleConfig):
         return optax.constant_schedule(peak)
 
 
-# Factors of the learning rate in a cooldown, from 1 to 0, by the fraction that is left.
+# Functions from the remaining fraction of a cooldown, 1 to 0, to a factor of the
+# learning rate.
 COOLDOWN_SHAPES = {
     "linear": lambda left: left,
     "cosine": lambda left: (1 - jnp.cos(jnp.pi * left)) / 2,
@@ -58,7 +60,7 @@ COOLDOWN_SHAPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CooldownConfig(ScheduleConfig):
-    """Base of schedules whose last part is a cooldown."""
+    """Base of schedules that can end with a cooldown."""
 
     cooldown_steps: int = key(
         0,
@@ -67,35 +69,36 @@ class CooldownConfig(ScheduleConfig):
         reason="WSD (arXiv:2404.06395) and reciprocal square roots (arXiv:2106.04560)",
     )
     cooldown_epochs: float = epochs(
-        "Length of the cooldown in epochs.",
+        "Length of the cooldown at the end of the run in epochs.",
         reason="WSD and reciprocal square roots in runs that are counted in epochs",
     )
     cooldown_fraction: float = key(
         0.0,
-        "Length of the cooldown as a fraction of the run.",
+        "Length of the cooldown at the end of the run as a fraction of the run.",
         reason="WSD and reciprocal square roots in runs of any length",
     )
 
     def cooldown(
         self, warmup: int, run: RunLength
     ) -> tuple[int, Callable[[jax.Array | int], Number]]:
-        """Returns the length of the cooldown, and the fraction of it that is left.
+        """Returns the length of the cooldown and its remaining fraction over time.
 
         Args:
           warmup, run: see `build`.
 
         Returns:
-          Steps; and a function of the steps after the warmup, 1 before the cooldown.
+          Length in steps, and a function from the number of steps after the warmup to
+          the remaining fraction of the cooldown, which is 1 before the cooldown.
 
         Raises:
-          UserError: it is longer than the run after the warmup.
+          UserError: the cooldown is longer than the run after the warmup.
         """
         steps = run.total_steps - warmup
         length = length_in_steps(self, "cooldown", run)
         if length > steps:
             raise UserError(
-                f"warmup ({warmup} steps) and cooldown ({length}) are longer than the "
-                f"run ({run.total_steps}): lower optim.schedule."
+                f"warmup ({warmup} steps) and cooldown ({length} steps) are longer than "
+                f"the run ({run.total_steps} steps): lower optim.schedule."
                 f"{length_key(self, 'cooldown')} or raise {run.key}"
             )
         return length, lambda step: jnp.clip((steps - step) / max(1, length), 0, 1)
@@ -107,13 +110,13 @@ class CosineConfig(CooldownConfig):
 
     end_learning_rate: float = key(
         0.0,
-        "Learning rate one step after the last step or, with a cooldown, where the "
-        "cooldown to 0 begins.",
+        "Learning rate at the end of the cosine: one step after the last step or, with "
+        "a cooldown, at the start of the cooldown to 0.",
     )
     includes_warmup: bool = key(
         False,
-        "Begin the half cosine with the run, so that the warmup replaces its first "
-        "part, as timm does without `warmup_prefix`.",
+        "Start the cosine at the start of the run instead of after the warmup, which "
+        "then replaces its first part, as timm does without `warmup_prefix`.",
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
@@ -129,7 +132,7 @@ class CosineConfig(CooldownConfig):
         if not self.end_learning_rate:
             raise UserError(
                 f"optim.schedule.{length_key(self, 'cooldown')} with "
-                "optim.schedule.end_learning_rate=0.0: the cosine has reached 0 where the "
+                "optim.schedule.end_learning_rate=0.0: the cosine reaches 0 before the "
                 "cooldown begins; set end_learning_rate above 0"
             )
         return lambda step: cosine(step) * left(step)
@@ -137,7 +140,7 @@ class CosineConfig(CooldownConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(ScheduleConfig):
-    """A straight line from the peak to the end."""
+    """A linear decay from the peak to the end of the run."""
 
     name: str = key("linear", "")
     end_learning_rate: float = key(0.0, "Learning rate one step after the last step.")
@@ -172,7 +175,7 @@ class RsqrtConfig(CooldownConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WsdConfig(CooldownConfig):
-    """The peak, then a cooldown: warmup, stable, decay (WSD, arXiv:2404.06395)."""
+    """Warmup, stable, decay (WSD, arXiv:2404.06395): constant, then a cooldown."""
 
     name: str = key("wsd", "")
     cooldown_shape: str = key(
@@ -188,7 +191,8 @@ class WsdConfig(CooldownConfig):
         if not cooldown:
             raise UserError(
                 "optim.schedule.name='wsd' needs a cooldown: set "
-                "optim.schedule.cooldown_fraction, as 0.2, or take 'constant'"
+                "optim.schedule.cooldown_fraction, for example to 0.2, or choose "
+                "'constant'"
             )
         end, shape = self.end_learning_rate, COOLDOWN_SHAPES[self.cooldown_shape]
         return lambda step: end + (peak - end) * shape(left(step))
@@ -196,18 +200,18 @@ class WsdConfig(CooldownConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig(ScheduleConfig):
-    """Constant, multiplied by `decay_rate` at each boundary."""
+    """A piecewise constant learning rate, multiplied by a factor at each boundary."""
 
     name: str = key("step", "")
     boundaries: tuple[int, ...] = key(
         (0,),
-        "Steps of the run at which the learning rate falls, in ascending order; set "
-        "this or `boundary_epochs`.",
+        "Steps of the run at which the learning rate is multiplied by `decay_rate`, in "
+        "ascending order; set this or `boundary_epochs`.",
     )
     boundary_epochs: tuple[float, ...] = key(
         (0.0,),
-        "Epochs of the run at which the learning rate falls, in ascending order; set "
-        "this or `boundaries`.",
+        "Epochs of the run at which the learning rate is multiplied by `decay_rate`, "
+        "in ascending order; set this or `boundaries`.",
     )
     decay_rate: float = key(0.1, "Factor of the learning rate at each boundary.")
 
@@ -218,16 +222,17 @@ class StepConfig(ScheduleConfig):
             if any(steps):
                 raise UserError(
                     f"{where} and optim.schedule.boundary_epochs={epochs}: keep one of "
-                    "them, set the other to (0,)"
+                    "them, and set the other to (0,)"
                 )
             steps = tuple(round(n * run.steps_per_epoch) for n in epochs)
-            where = f"optim.schedule.boundary_epochs={epochs}, the steps {steps},"
+            where = f"optim.schedule.boundary_epochs={epochs}, which are steps {steps},"
         if not all(
             a < b for a, b in itertools.pairwise((warmup, *steps, run.total_steps))
         ):
             raise UserError(
-                f"{where} must ascend between the end of the warmup ({warmup}) and that of "
-                f"the run ({run.total_steps}): change them, or the length of the run"
+                f"{where} must ascend between the end of the warmup (step {warmup}) and the "
+                f"end of the run (step {run.total_steps}): change the boundaries, or the "
+                "length of the run"
             )
         return optax.piecewise_constant_schedule(
             peak, {step - warmup: self.decay_rate for step in steps}
@@ -236,7 +241,7 @@ class StepConfig(ScheduleConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentialConfig(ScheduleConfig):
-    """A geometric rise to the peak, for range tests (arXiv:1506.01186)."""
+    """An exponential increase to the peak, for range tests (arXiv:1506.01186)."""
 
     name: str = key("exponential", "")
     start_fraction: float = key(

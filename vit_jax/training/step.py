@@ -1,4 +1,4 @@
-"""The training step: gradients of a batch, the update, and what follows from it."""
+"""The training step: gradients of a batch, update of the parameters, moving average."""
 
 import concurrent.futures
 import threading
@@ -27,9 +27,9 @@ def make_train_step(
 ) -> Step:
     """Returns the training step, not jitted.
 
-    It maps state and batch (`task.batch_spec`, split over the mesh) to the next state and
-    scalars: the metrics of the task, the learning rate, grad_norm of the parameters that
-    move in this step, and param_norm.
+    The step maps a state and a batch (`task.batch_spec`, split over the mesh) to the
+    next state and a dict of scalars: the metrics of the task, learning_rate, grad_norm
+    of the parameters that are not frozen in this step, and param_norm.
     """
 
     def train_step(state, batch):
@@ -60,28 +60,28 @@ def make_train_step(
 
 
 def gradients_of(loss: Callable, shardings: dict) -> GradFn:
-    """Returns the function of the gradients of a loss.
+    """Returns a function that computes the gradients of a loss.
 
     Args:
       loss: (params, extra, batch, key) -> (loss, (metrics, statistics)).
-      shardings: of the parameters.
+      shardings: shardings of the parameters.
     """
 
     def gradients(state, batch, key):
         grads, aux = jax.grad(loss, has_aux=True)(state.params, state.extra, batch, key)
-        # As soon as they exist, so that no device holds all of them.
+        # Split as soon as they exist, so that no device holds all gradients.
         return jax.lax.with_sharding_constraint(grads, shardings), aux
 
     return gradients
 
 
 def accumulate(function: Callable, parts: int) -> Callable:
-    """Returns a function like the given one that averages over the parts of a batch.
+    """Returns a function that averages the results of another over parts of a batch.
 
     Args:
-      function: (..., batch, key) -> arrays, all means, or ratios of them; a batch is a
-        name to an array of B rows.
-      parts: number of parts, which divides B; each has rows of every device.
+      function: (..., batch, key) -> arrays, each a mean over images or a `Ratio` of
+        means; a batch maps names to arrays with B rows.
+      parts: number of parts, a divisor of B; each part has rows of every device.
     """
     if parts == 1:
         return function
@@ -120,11 +120,11 @@ def jit_step(
     """Jits a training step.
 
     Args:
-      step: step of `make_train_step`, or one with `num_scalars` extra arguments.
+      step: step of `make_train_step`, or a step with `num_scalars` extra arguments.
       mesh: mesh of all devices.
       shardings: state with the sharding of each array.
-      donate: reuse the memory of the state that is passed in. JAX's NaN check runs a
-        failed step again, which needs its input.
+      donate: whether to reuse the memory of the state that is passed in. Set it to
+        False for JAX's NaN check, which runs a failed step again with the same input.
       num_scalars: number of replicated arguments after the batch.
     """
     replicated = meshes.replicated(mesh)
@@ -142,12 +142,12 @@ def compile_in_background(
 ) -> Callable[[], Step]:
     """Starts to compile a training step while the state is initialised or restored.
 
-    The step is traced here and now, so that settings of this thread (such as `with
-    jax.default_matmul_precision(...)`) apply to it.
+    The step is traced in the calling thread, so that settings of this thread (such as
+    `with jax.default_matmul_precision(...)`) apply to it.
 
     Returns:
-      Function that waits for the step, and raises what compiling raised, such as running
-      out of device memory.
+      Function that waits for the compiled step and returns it, or raises the error of
+      the compilation, such as running out of device memory.
     """
     lowered = step.lower(shapes, batch)
     executor = concurrent.futures.ThreadPoolExecutor(1, _COMPILING)
@@ -159,12 +159,12 @@ def compile_in_background(
 def of_any_shape(
     compiled: Step, jitted: Step, batch: dict[str, jax.ShapeDtypeStruct]
 ) -> Step:
-    """Returns a step that is compiled anew for batches of other shapes than one.
+    """Returns a step that also accepts batches of other shapes, which it compiles for.
 
     Args:
-      compiled: step for batches of the shapes of `batch`.
-      jitted: the same step, which compiles.
-      batch: names to shapes.
+      compiled: step that is compiled for batches of the shapes of `batch`.
+      jitted: the same step, jitted; it is used for batches of other shapes.
+      batch: names of arrays to their shapes.
     """
 
     def step(state, given):
@@ -175,5 +175,5 @@ def of_any_shape(
 
 
 def is_compiling() -> bool:
-    """Returns whether a compilation is running, which a process would wait for at exit."""
+    """Returns whether a step is being compiled, which delays the process's exit."""
     return any(t.name.startswith(_COMPILING) for t in threading.enumerate())

@@ -1,7 +1,7 @@
-"""Sweeps: one compiled step and one set of evaluations for several runs.
+"""Sweeps: several runs share one compiled step and one set of evaluations.
 
-Runs that differ only in peak learning rate and seed share a step that takes the rate as
-an argument. Results are bit-identical to those of separate runs.
+Runs that differ only in peak learning rate and seed share a step with the peak learning
+rate as an argument. Results are bit-identical to those of separate runs.
 """
 
 import json
@@ -22,9 +22,9 @@ from vit_jax.training.train_setup import TrainSetup
 
 
 class SweepSetups:
-    """Builds the setups of a sweep's runs, each to be passed to `loop.train`.
+    """Builds the setups of the runs of a sweep, to be passed to `loop.train`.
 
-    It reuses the step and the evaluations of the last run where they are the same.
+    The step and the evaluations of the previous run are reused if they are the same.
     """
 
     def __init__(self):
@@ -36,25 +36,25 @@ class SweepSetups:
 
         Args:
           config: complete config.
-          workdir: folder of the run, which may have begun before.
+          workdir: folder of the run, which may contain checkpoints.
 
         Raises:
-          UserError: `loop.train` would raise it.
+          UserError: see `loop.train`.
         """
         compilation.enable_cache(config.compilation_cache_dir)
         with guards.clear_errors(config):
             setup = loop.build_setup(config, workdir)
             key = _suite_key(config, setup)
             if key != self._suite_key:
-                self._suite = None  # Its images go before those of the next are read.
+                self._suite = None  # Frees its images before the next are read.
                 self._suite, self._suite_key = loop.open_suite(config, setup), key
             setup = setup._replace(suite=self._suite)
-            if config.debug_nans:  # JAX runs a step that is not compiled ahead.
+            if config.debug_nans:  # JAX's NaN check needs a step that is only jitted.
                 return setup
             key = _step_key(config, setup)
             if key != self._step_key:
                 self._step, self._step_key = _compile(config, setup), key
-            # Now, because the loop forbids transfers that it does not ask for.
+            # Transferred here, because the loop forbids implicit transfers.
             peak = np.float32(config.optim.peak_learning_rate(config.batch_size))
             peak = jax.device_put(peak, meshes.replicated(setup.mesh))
             step = self._step
@@ -64,7 +64,7 @@ class SweepSetups:
 
 
 def _step_key(config: TrainConfig, setup: TrainSetup) -> str:
-    """Returns a text that is equal for runs of one step, but for the peak rate."""
+    """Returns a text that is equal for runs that can share a step."""
     lengths = [setup.total_steps]
     if depends_on_epochs(config.optim):
         lengths.append(setup.length.steps_per_epoch)
@@ -73,7 +73,7 @@ def _step_key(config: TrainConfig, setup: TrainSetup) -> str:
 
 
 def _suite_key(config: TrainConfig, setup: TrainSetup) -> str:
-    """Returns a text that is equal for runs with the same evaluations."""
+    """Returns a text that is equal for runs that can share evaluations."""
     evals = {name: fields.to_dict(spec) for name, spec in config.evals.items()}
     shardings = jax.tree.leaves(setup.trained_task.shardings)
     decisive = [setup.model.options, evals, fields.to_dict(config.data)]
@@ -87,7 +87,7 @@ def _places(setup: TrainSetup) -> list:
 
 
 def _compile(config: TrainConfig, setup: TrainSetup) -> Callable:
-    """Compiles a training step with the peak rate as its last argument."""
+    """Compiles a training step with the peak learning rate as its last argument."""
     task, mesh, layout = setup.task, setup.mesh, setup.layout
     path = setup.metadata["network"]["path"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 
 # Phases of a step. The device computes a step while the loop loads the next batch, so
-# "device step" is the time in which the loop waits for it.
+# "device step" is the time in which the loop waits for the device.
 TRAINING = ("input", "host-to-device", "device step")
 
 _LEAST_SECONDS = 0.5  # Shorter delays are not reported, however short the steps are.
-_LEAST_STEPS = 5  # Steps to measure before one is called slow.
-_REMEMBERED = 101
+_LEAST_STEPS = 5  # Number of measured steps before a step can be reported as slow.
+_REMEMBERED = 101  # Number of steps in the running medians.
 
 
 class RunClock:
@@ -33,7 +33,7 @@ class RunClock:
         self._device_seconds += device_seconds
 
     def elapsed(self) -> tuple[float, float]:
-        """Returns seconds, and seconds times devices."""
+        """Returns the seconds of all starts, and the sum of seconds times devices."""
         now = time.perf_counter() - self._began
         return self._seconds + now, self._device_seconds + now * jax.device_count()
 
@@ -41,20 +41,20 @@ class RunClock:
 class StepTimer:
     """Measures the phases of every step and reports slow ones.
 
-    A phase was slow if it took more than `factor` times its running median, and more
-    than its median and `factor` - 1 steps together. A save usually costs nothing, so its
-    first one is judged; a first evaluation is not.
+    A phase is slow if it takes longer than `factor` times its running median, and
+    longer than the sum of its median and `factor` - 1 median steps. The first save may
+    be reported, because a save usually takes no time; the first evaluation is not.
 
     Args:
       factor: multiple of the median above which a phase is slow; 0 disables reports.
-      process: index of this host. Only the first one reports device steps, in which all
-        hosts wait for the slowest.
+      process: index of this process. Only the first process reports slow device steps,
+        because all processes wait for the slowest device.
     """
 
     def __init__(self, factor: float, process: int = 0):
         self._factor, self._process = factor, process
         self._since = time.perf_counter()
-        self._lap = collections.Counter()  # Phase to seconds in this step.
+        self._lap = collections.Counter()  # Seconds by phase in this step.
         self._known = collections.defaultdict(
             lambda: collections.deque(maxlen=_REMEMBERED)
         )
@@ -72,13 +72,14 @@ class StepTimer:
         """Ends a step; the time since the last mark is not counted.
 
         Returns:
-          A line if a phase was slow, else "". At most one between two calls of `summary`,
-          so that there are never more of them than lines of progress.
+          A line if a phase was slow, else "". There is at most one line between two
+          calls of `summary`, so that reports are never more frequent than lines of
+          progress.
         """
         lap, self._lap = self._lap, collections.Counter()
         self._since = time.perf_counter()
         self._saving += lap["checkpoint"]
-        if self._first:  # It compiled.
+        if self._first:  # The first step compiles.
             self._first = False
             return ""
         text = self._judge(step, lap) if self._factor else ""
@@ -91,9 +92,10 @@ class StepTimer:
         return text
 
     def summary(self) -> dict[str, float]:
-        """Returns checkpoint_stall, seconds, and the number of slow_steps since the last call.
+        """Returns checkpoint_stall and slow_steps since the last call.
 
-        During a stall the loop waits for a save.
+        checkpoint_stall is the time in seconds in which the loop waited for saves,
+        slow_steps the number of steps with a slow phase.
         """
         values = {"checkpoint_stall": self._saving, "slow_steps": self._slow}
         self._slow, self._saving, self._quiet = 0, 0.0, False
@@ -122,18 +124,18 @@ class StepTimer:
 
 
 class DataStallTimer:
-    """Measures the time in which the device was idle because it waited for a batch.
+    """Measures the time in which the device waited for a batch; a context manager.
 
-    Waiting for a batch costs nothing while the device computes the step before. So a
-    thread notes when each step is done, and only later waiting counts. A context manager.
+    While the device computes the previous step, waiting for a batch costs nothing. So a
+    thread records when each step is done, and only the time after that is counted.
 
     Attributes:
-      seconds: total so far.
+      seconds: total time so far.
     """
 
     def __init__(self):
         self.seconds = 0.0
-        self._given = self._done = 0  # Steps.
+        self._given = self._done = 0  # Numbers of steps.
         self._done_at = 0.0
         self._running = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -141,7 +143,7 @@ class DataStallTimer:
     def iterate(self, batches: Iterable) -> Iterator:
         """Yields the batches, and measures how long the device waits for each.
 
-        The first one of a start is not counted, since it could not be ready.
+        The first batch of a start is not counted, since it cannot be loaded in advance.
         """
         batches = iter(batches)
         while True:
@@ -155,7 +157,7 @@ class DataStallTimer:
             yield batch
 
     def step_started(self, metrics: object) -> None:
-        """Notes that a step was dispatched, whose end is when its metrics are ready."""
+        """Records that a step was queued; it is done when its metrics are ready."""
         self._given += 1
         self._running.put(metrics)
 
@@ -165,11 +167,11 @@ class DataStallTimer:
 
     def __exit__(self, *_) -> None:
         self._running.put(None)
-        self._thread.join(timeout=10)  # A step may wait for a host that is gone.
+        self._thread.join(timeout=10)  # A step may wait for a dead host forever.
 
     def _watch(self) -> None:
         while (metrics := self._running.get()) is not None:
-            with contextlib.suppress(Exception):  # The loop meets it as well.
+            with contextlib.suppress(Exception):  # The loop raises the same error.
                 jax.block_until_ready(metrics)
             self._done_at = time.perf_counter()
             self._done += 1
@@ -178,7 +180,10 @@ class DataStallTimer:
 def data_stall_advice(fraction: float, images_per_second: float, data) -> str:
     """Returns a line with the keys to raise if the input is the bottleneck, else "".
 
-    `fraction` is the part of the time in which the device waited for input.
+    Args:
+      fraction: fraction of the time in which the device waited for input.
+      images_per_second: training speed.
+      data: section `data` of the config.
     """
     if fraction < 0.1:
         return ""
@@ -186,28 +191,28 @@ def data_stall_advice(fraction: float, images_per_second: float, data) -> str:
     if fraction < 1:
         speed += f", about {images_per_second / (1 - fraction):.0f} without waiting"
     threads = f"data.num_threads (now {data.num_threads})"
-    if data.num_threads >= data.prefetch:  # Each thread makes a batch of these.
+    if data.num_threads >= data.prefetch:  # More threads need more batches to load.
         threads += f" with data.prefetch (now {data.prefetch})"
     cores = os.cpu_count() or 1
-    with contextlib.suppress(AttributeError):  # Not on every system.
+    with contextlib.suppress(AttributeError):  # Some systems lack this function.
         cores = len(os.sched_getaffinity(0))
     return (
         f"input is the bottleneck: the device waited {fraction:.0%} of the time "
         f"({speed}); raise {threads} if the storage is slow, data.num_workers (now "
-        f"{data.num_workers}; {cores} CPU cores a machine) if decoding is, and "
+        f"{data.num_workers}; {cores} CPU cores per machine) if decoding is slow, and "
         f"data.prefetch (now {data.prefetch}) if the speed varies"
     )
 
 
 class StartupTimer:
-    """Measures the phases of a start; a phase is named when it ends.
+    """Measures the phases of a start.
 
     Args:
-      earlier: seconds before this timer, such as `processes.age()`.
-      say: prints a line when a phase begins that may last.
+      earlier: seconds before this timer was created, such as `processes.age()`.
+      say: function that prints a line, called when a long phase begins.
 
     Attributes:
-      seconds: phase to seconds, in the order in which the phases ended.
+      seconds: seconds by phase, in the order in which the phases ended.
     """
 
     def __init__(
@@ -219,7 +224,12 @@ class StartupTimer:
         self._reported = False
 
     def end_phase(self, phase: str, begins: str = "") -> None:
-        """Adds the time since the last phase ended to this one, and announces the next."""
+        """Ends a phase.
+
+        Args:
+          phase: name of the phase, which began when the previous one ended.
+          begins: description of the next phase, which is printed; "" prints nothing.
+        """
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
@@ -227,17 +237,17 @@ class StartupTimer:
             self.announce(begins)
 
     def announce(self, begins: str) -> None:
-        """Prints what begins now, in process 0, after how many seconds of this start."""
+        """Prints, in process 0, the seconds so far and the phase that begins."""
         if jax.process_index() == 0:
             self._say(f"{self.total:6.1f} s  {begins}")
 
     @property
     def total(self) -> float:
-        """Seconds of all phases that ended."""
+        """Total seconds of all phases that have ended."""
         return sum(self.seconds.values(), 0.0)
 
     def new_metrics(self) -> dict[str, float]:
-        """Returns the phases as metrics the first time it is called, then nothing."""
+        """Returns the phases as metrics in the first call, and an empty dict later."""
         reported, self._reported = self._reported, True
         return {} if reported else {f"start_{k}": v for k, v in self.seconds.items()}
 
@@ -252,15 +262,15 @@ class CompilationCounter:
 
     Attributes:
       seconds: time to compile programs, or to read them from the compilation cache.
-      programs: number compiled or read.
-      cached: number of those that were read.
+      programs: number of programs that were compiled or read from the cache.
+      cached: number of programs that were read from the cache.
     """
 
     def __init__(self):
         self.seconds, self.programs, self.cached = 0.0, 0, 0
 
     def summary(self) -> str:
-        """Returns the counts as a few words."""
+        """Returns the counts as a phrase for the log."""
         return (
             f"{self.programs} programs compiled or read in {self.seconds:.1f} s, "
             f"{self.cached} of them from the compilation cache"
@@ -276,7 +286,8 @@ class CompilationCounter:
         jax.monitoring.unregister_event_listener(self._on_event)
 
     def _on_duration(self, event: str, seconds: float, **_) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":  # Or read.
+        # The event covers programs that are read from the cache as well.
+        if event == "/jax/core/compile/backend_compile_duration":
             self.seconds += seconds
             self.programs += 1
 

@@ -1,4 +1,4 @@
-"""What is built from a config before a run: task, layout of its arrays, training step."""
+"""Builds the parts of a run from its config: task, layout of arrays, training step."""
 
 import functools
 import math
@@ -32,11 +32,12 @@ from vit_jax.training.train_state import (
 
 
 class FirstState(NamedTuple):
-    """The functions that make the state before the first step.
+    """The functions that build the state before the first step.
 
     Attributes:
       init: initialises the parameters and the task's `extra`; call it under jit.
-      create: builds the state from these; call it under jit with shardings.
+      create: builds the state from parameters and `extra`; call it under jit with
+        shardings.
     """
 
     init: Callable[[], tuple[dict, object]]
@@ -48,21 +49,23 @@ class TrainSetup(NamedTuple):
 
     Attributes:
       task: task, which computes the loss.
-      length: steps of the run, and of an epoch.
+      length: number of steps of the run and of an epoch.
       mesh: mesh of all devices.
       layout: shapes and shardings of state and batch.
-      first: functions of the first state, see `initial_state`.
+      first: functions that build the first state, see `initial_state`.
       train_step: jitted step (state, batch) -> (state, metrics), see `make_train_step`.
-      notes: lines for the log: the task's, and what depends on microbatches.
-      training_flops: floating-point operations of a step per image, from
-        `Task.training_flops` less the backward pass of towers that are frozen for the
-        whole run, times the passes of the optimiser. None if unknown.
-      metadata: JSON that checkpoints store beside the config: "task", what the task
-        needs to be built again, and "network", the paths of the network in the state
+      notes: lines for the log: notes of the task, and results that depend on the number
+        of microbatches.
+      training_flops: floating-point operations of a step per image:
+        `Task.training_flops` without the backward pass of towers that are frozen for
+        the whole run, times the number of passes of the optimiser. None if unknown.
+      metadata: JSON that checkpoints store beside the config. "task" is what is needed
+        to build the task again; "network" has the paths of the network in the state
         (`backbone_paths`), its options, and `Task.statistics`.
-      source: training split, opened by `loop.build_setup`; None where nothing is read.
-      suite: evaluations, if an earlier run of a sweep has the same ones.
-      compiled: compiled `train_step`, if an earlier run of a sweep has the same one.
+      source: training split, opened by `loop.build_setup`; None if no data is read.
+      suite: evaluations, shared with an earlier run of a sweep; None if not opened yet.
+      compiled: compiled `train_step` of an earlier run of a sweep; None if there is
+        none.
     """
 
     task: Task
@@ -90,7 +93,7 @@ class TrainSetup(NamedTuple):
 
     @property
     def trained_task(self) -> TrainedTask:
-        """Functions and shapes of the task that evaluations need."""
+        """The functions and shapes of the task that evaluations need."""
         task, shapes, shardings = self.task, self.layout.shapes, self.layout.shardings
         return TrainedTask(
             task.backbone,
@@ -113,13 +116,13 @@ class TrainSetup(NamedTuple):
         """Returns the first state of a run that starts from a given network.
 
         Args:
-          network: parameters of the network as in checkpoints, in host memory, equal on
-            all processes. Each device receives only its shards.
-          others: parameters of the task beside the network, for `Task.with_task_params`;
-            the rest is initialised.
+          network: parameters of the network in the form of checkpoints, in host memory,
+            equal on all processes. Each device receives only its shards.
+          others: parameters of the task beside the network, for
+            `Task.with_task_params`; parameters that are not among them are initialised.
 
         Raises:
-          UserError: they do not fit.
+          UserError: the parameters do not fit the task.
         """
         task, shardings = self.task, self.layout.shardings
 
@@ -134,7 +137,7 @@ class TrainSetup(NamedTuple):
         return self._load_extra(create(network, others or {}))
 
     def _load_extra(self, state: TrainState) -> TrainState:
-        """Replaces entries of the initialised `extra` by what the task loads."""
+        """Replaces entries of the initialised `extra` by those that the task loads."""
         loaded = self.task.load()
         if not loaded:
             return state
@@ -150,8 +153,8 @@ def build(
     Args:
       config: complete config.
       mesh: mesh from `meshes.create`, of devices that are present or of a topology.
-      num_examples: size of the training split.
-      saved: metadata of the task from the run's checkpoint; None for a run that begins.
+      num_examples: number of images of the training split.
+      saved: metadata of the task from the run's checkpoint; None for a new run.
 
     Raises:
       UserError: batch, model or sharding rules do not fit the mesh or each other.
@@ -159,7 +162,7 @@ def build(
     for name in ("mean", "std"):
         if getattr(config.data, name) == ESTIMATE:
             raise UserError(
-                f"data.{name}={ESTIMATE!r} needs the training images: give numbers"
+                f"data.{name}={ESTIMATE!r} needs the training images: set numbers"
             )
     key = "epochs" if config.epochs else "total_steps"
     steps_per_epoch = num_examples / config.batch_size
@@ -168,7 +171,8 @@ def build(
     task = config.task.build(model, config.data, length, saved)
     batch_spec = checks.check_task(task, config)
 
-    # Inlined, so that programs are the same; traced once for shapes and first state.
+    # Jitted so that it is traced once, for the shapes and for the first state; inlined
+    # so that the compiled programs do not depend on this.
     @functools.partial(jax.jit, inline=True)
     def init():
         return task.init(init_key(config.seed))
@@ -224,7 +228,7 @@ def build_optimizer(
     loss_and_aux = optim.without_frozen(task.loss, config.optim)
     loss = lambda *args: loss_and_aux(*args)[0]
     parts = math.prod(config.optim.microbatches(config.batch_size, mesh))
-    if parts > 1:  # Of several microbatches it keeps one's activations.
+    if parts > 1:  # Keeps the activations of one microbatch at a time.
         loss = steps.accumulate(jax.checkpoint(loss), parts)
     tree, _, within = path.partition("/")
     within = within if tree == "params" else task.trained
@@ -255,7 +259,7 @@ def build_step(
 
 
 def _training_flops(task: Task, params: dict, config: TrainConfig) -> int | None:
-    """Returns the operations of a step per image, see `TrainSetup.training_flops`."""
+    """Returns `TrainSetup.training_flops`, the operations of a step per image."""
     flops = task.training_flops()
     if flops is None:
         return None
@@ -267,7 +271,7 @@ def _training_flops(task: Task, params: dict, config: TrainConfig) -> int | None
 
 
 def _metadata(task: Task, paths: dict[str, str]) -> dict:
-    """Returns what checkpoints store to build the task and its network again."""
+    """Returns the metadata from which the task and its network can be built again."""
     network = {
         **paths,
         "options": task.model.portable_options,

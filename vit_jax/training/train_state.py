@@ -1,4 +1,4 @@
-"""The state that a step changes, and its initialisation."""
+"""The training state and its initialisation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,20 +10,20 @@ import optax
 
 from vit_jax.training.config import EmaConfig
 
-Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding.
+Leaf = Any  # An array, or a shape or sharding in trees of those.
 
 
 @flax.struct.dataclass
 class TrainState:
-    """The state of a run, which checkpoints hold.
+    """The state of a run, which checkpoints store.
 
     Attributes:
-      step: optimiser steps taken, int32.
-      params: nested dict, float32.
+      step: number of optimiser steps taken, int32.
+      params: parameters, nested dict of float32 arrays.
       opt_state: state of the optax transformation.
       average: Polyak average of `params`, or None.
       extra: arrays of the task beside the parameters, or None.
-      key: typed PRNG key of the run; every draw is a function of it and the step.
+      key: typed PRNG key of the run; every draw is a function of this key and the step.
     """
 
     step: Leaf
@@ -47,7 +47,15 @@ def create_train_state(
     seed: int,
     average: bool,
 ) -> TrainState:
-    """Builds the state before the first step; call it under jit with shardings."""
+    """Builds the state before the first step; call it under jit with shardings.
+
+    Args:
+      params: initial parameters.
+      extra: arrays of the task beside the parameters, or None.
+      init_optimizer: function from parameters to the initial optimiser state.
+      seed: seed of the run.
+      average: whether the state has a Polyak average.
+    """
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
@@ -66,17 +74,17 @@ def run_key(seed: int) -> jax.Array:
 def update_average(
     old: dict | None, params: dict, step: jax.Array, ema: EmaConfig
 ) -> dict | None:
-    """Returns the Polyak average after a step; None if the state has none.
+    """Returns the Polyak average after a step; None if the state does not have one.
 
     Args:
       old: average before the step, or None.
       params: parameters after the step.
-      step: steps taken, this one included.
-      ema: section `ema`. Without a decay the parameters are the average.
+      step: number of steps taken, including this one.
+      ema: section `ema` of the config. If its decay is 0, the result is `params`.
     """
     if old is None or not ema.decay:
         return None if old is None else params
     decay = ema.decay
-    if ema.warmup:  # A short run would be stuck at its initial values.
+    if ema.warmup:  # Without it, the average of a short run is mostly its start.
         decay = jnp.minimum(decay, (1 + step) / (10 + step))
     return jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), old, params)

@@ -188,7 +188,7 @@ def test_a_test_split_out_of_train_is_refused(test):
 
 
 def test_a_resolution_that_does_not_fit_is_refused():
-    with pytest.raises(UserError, match="385 is not a multiple of the patch 16"):
+    with pytest.raises(UserError, match="385 is not a multiple of the patch size 16"):
         task(published(), resolution=(385, 384))
 
 

@@ -122,7 +122,7 @@ def test_windows_are_as_timms_name_or_arguments_say(tmp_path):
     assert (told["window_size"], told["pretrained_window_sizes"]) == (16, (0,))
     name = "swinv2_base_window12to24_192to384.ms_in1k"
     edit_config(tmp_path / "timm", architecture=name)
-    with pytest.raises(UserError, match="must be one for each of the 2 stages"):
+    with pytest.raises(UserError, match="one size for each of the 2 stages"):
         weights.open_pretrained(tmp_path / "timm")  # It is of four.
 
 

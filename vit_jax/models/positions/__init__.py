@@ -1,4 +1,4 @@
-"""Kinds of positions by name, one class each, in files that are imported when needed."""
+"""Kinds of positions by name; their modules are imported when they are needed."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from vit_jax.models.positions.base import Position
 
 _HERE = "vit_jax.models.positions"
 
-# Values of `posemb`: positions that are added to tokens, or of their order.
+# Values of `model.posemb`: positions that are added to tokens, or relative positions.
 EMBEDDINGS = Registry(
     {
         "learned": f"{_HERE}.learned:Learned",
@@ -21,7 +21,7 @@ EMBEDDINGS = Registry(
         "none": Position,
     }
 )
-# Values of `rope`: positions by which queries and keys are rotated.
+# Values of `model.rope`: positions that rotate queries and keys.
 ROTARY = Registry(
     {
         "none": Position,
@@ -30,7 +30,7 @@ ROTARY = Registry(
         "mixed": f"{_HERE}.mixed_rotary:MixedRotary",
     }
 )
-# Values of `relative_bias`: biases of the logits of attention.
+# Values of `model.relative_bias`: positions that add biases to attention logits.
 BIASES = Registry(
     {
         "none": Position,
@@ -47,19 +47,20 @@ def resize(
     *,
     method: str = "linear",
 ) -> Mapping:
-    """Resizes the parameters of positions among a network's to another grid.
+    """Resizes the position parameters of a network to another grid.
 
-    These are "pos_embedding" (1, tokens, width), whose last tokens are the patches,
-    "row_embedding" and "column_embedding", and "relative_bias".
+    These parameters are "pos_embedding" (1, tokens, width), whose last tokens are the
+    patches, "row_embedding", "column_embedding" and "relative_bias".
 
     Args:
-      params: parameters, blocks one by one or stacked, without `Relative`.
+      params: parameters of the network, with separate or stacked blocks; those of
+        `Relative` cannot be resized.
       old_grid, grid, method: see `Position.resize`.
     """
     if old_grid == grid:
         return params
     tables = EMBEDDINGS, ROTARY, BIASES
-    # Kinds with the same parameters share a function, which must not resize them twice.
+    # Kinds with the same parameters share a function: a set calls it only once.
     resizes = {kind.resize for table in tables for kind in table.values()}
 
     def resize(keys, values):

@@ -24,7 +24,7 @@ Vectors = Float[Array, "#B N D"] | Float[np.ndarray, "1 N D"]
 
 
 class AddedPosition(Position, abc.ABC):
-    """Vectors that are added before the first block, or before each of them."""
+    """Vectors that are added to tokens before the first block, or before each block."""
 
     @classmethod
     def in_blocks(cls, config):
@@ -33,11 +33,12 @@ class AddedPosition(Position, abc.ABC):
 
     @abc.abstractmethod
     def embedding(self, param: Param, places: "Places | None" = None) -> Vectors:
-        """Returns the vector of each token, 0 for those without a position.
+        """Returns the vector of each token, which is 0 for tokens without a position.
 
         Args:
-          param: creates a parameter, see `flax.linen.Module.param`.
-          places: places of the patches in images of any size; None if they are `grid`.
+          param: function that creates a parameter, see `flax.linen.Module.param`.
+          places: places of the patches in images of any size; None for patches of
+            `grid`.
         """
 
     def by_block(self, module, places=None, keys=()):
@@ -56,17 +57,17 @@ class AddedPosition(Position, abc.ABC):
     def pad_prefix(
         self, patches: Float[Array | np.ndarray, "#B M D"]
     ) -> Float[Array, "#B N D"]:
-        """Returns the vectors of patches behind zeros for the prefix tokens."""
+        """Returns zeros for the prefix tokens, then the vectors of the patches."""
         return jnp.pad(patches, ((0, 0), (self.num_prefix_tokens, 0), (0, 0)))
 
     def resized(self, embedding: Vectors, places: "Places") -> Float[Array, "B M D"]:
-        """Returns learnt vectors of `grid` for patches of images of any size.
+        """Returns learned vectors of `grid` for the patches of images of any size.
 
-        They are those of a table that is resized to the grid of each image, by the key
-        `posemb_resize` (arXiv:2502.14786).
+        The result is as if the table were resized to the grid of each image by the
+        method `model.posemb_resize` (arXiv:2502.14786).
         """
         P = self.num_prefix_tokens
-        # Not jnp.split: jax2onnx refuses one without prefix tokens.
+        # jax2onnx does not support jnp.split if there are no prefix tokens.
         prefix, table = embedding[:, :P], embedding[:, P:]
         patches = _at_places(table[0], self.grid, places, self.config.posemb_resize)
         prefix = jnp.broadcast_to(prefix, (patches.shape[0], P, patches.shape[-1]))
@@ -74,7 +75,7 @@ class AddedPosition(Position, abc.ABC):
 
 
 class Table(nn.Module):
-    """Holds the parameters of a position that is added."""
+    """Module with the parameters of an `AddedPosition`."""
 
     position: AddedPosition
 
@@ -85,7 +86,8 @@ class Table(nn.Module):
 
 
 def _at_places(table, grid, places, method: str) -> Float[Array, "B M D"]:
-    # As in learned.py: DINO's resize to the same grid would not be the identity.
+    # As in learned.py, vectors for the same grid are not resized: DINO's method would
+    # change them.
     same = (places.sides == np.asarray(grid)[None, None]).all(-1)[..., None]
     sides, weights = places.sides, []
     if resizing.is_square(method):
@@ -96,7 +98,8 @@ def _at_places(table, grid, places, method: str) -> Float[Array, "B M D"]:
         weights.append(jnp.where(same, jax.nn.one_hot(at, old), resized))
     both = jnp.einsum("bni,bnj->bnij", *weights)
     both = both.reshape(*both.shape[:2], -1).astype(jnp.float32)
-    # A product of matrices that is small beside those of a block.
+    # Full precision costs little, since the product is small compared to those of a
+    # block.
     exact = jax.lax.Precision.HIGHEST
     return jnp.einsum("bnm,md->bnd", both, jnp.asarray(table), precision=exact)
 
@@ -104,7 +107,7 @@ def _at_places(table, grid, places, method: str) -> Float[Array, "B M D"]:
 def on_grid(
     rows: Float[Array | np.ndarray, "Y C"], columns: Float[Array | np.ndarray, "X C"]
 ) -> Float[Array, "YX D"]:
-    """Concatenates the vectors of the column and row of each patch, row by row."""
+    """Concatenates the vectors of column and row of each patch, patches row by row."""
     Y, X = len(rows), len(columns)
     parts = columns[None], rows[:, None]
     parts = [jnp.broadcast_to(v, (Y, X, v.shape[-1])) for v in parts]

@@ -1,7 +1,7 @@
-"""What every kind of position gives to the blocks of an encoder.
+"""The interface of positions: the inputs that they provide to the blocks of an encoder.
 
-Letters: B images, N tokens, P of them before the patches, V visible patches, D model
-width, Y by X patches.
+Letters: B images, N tokens, P prefix tokens, V visible patches, D model width, Y by X
+patches.
 """
 
 import dataclasses
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from vit_jax.models.patches import Places
 
 PLACEMENTS = ("stem", "every", "shared")  # Values of `posemb_placement`.
-# `nn.Module.param`: name, initialiser and its arguments to an array.
+# Type of `nn.Module.param`: (name, initialiser, its arguments) -> array.
 Param = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A kind of position; this one gives nothing.
+    """Base class of positions, without any position.
 
     Attributes:
-      config: `EncoderConfig`, which imports this package.
+      config: `EncoderConfig`.
       grid: rows and columns of patches, Y and X.
-      num_prefix_tokens: P.
-      num_register_tokens: number of prefix tokens, the last ones, without a position.
-      of_pairs: whether it is of pairs of tokens: it needs all patches of one grid, and an
-        attention that computes logits.
+      num_prefix_tokens: number of tokens before the patches, P.
+      num_register_tokens: number of registers, the last prefix tokens, which do not
+        have positions.
+      of_pairs: whether the positions depend on pairs of tokens. They then need all
+        patches of one grid, and an attention that computes logits.
     """
 
     config: Any
@@ -43,20 +44,20 @@ class Position:
 
     @classmethod
     def describe(cls, config: Any) -> str:
-        """Returns the key that chooses this kind and its value, for messages."""
+        """Returns the key that chooses this kind, with its value, for messages."""
         return cls.__name__
 
     @classmethod
     def in_blocks(cls, config: Any) -> str:
-        """Returns the key and value of positions that every block uses; "" if none does.
+        """Returns key and value if blocks use the positions; "" if only the stem does.
 
-        Tokens cannot be merged with such positions.
+        If blocks use the positions, tokens cannot be merged.
         """
         return cls.describe(config) if cls.of_pairs else ""
 
     @staticmethod
     def check(config: Any) -> None:
-        """Raises UserError if keys of the encoder do not fit this kind."""
+        """Raises UserError if keys of the encoder do not fit this kind of position."""
 
     def by_block(
         self,
@@ -64,15 +65,17 @@ class Position:
         places: "Places | None" = None,
         keys: Sequence[Key[Array, ""] | None] = (),
     ) -> list[dict[str, Array]]:
-        """Returns what it gives to each block.
+        """Returns a dict of inputs for each block.
 
-        "added" (B, N, D), or of one image, is added to the tokens before the block. Other
-        names are fields of `attention.Positions`: "angles", "bias" and "relative".
+        "added" (B, N, D) or (1, N, D) is added to the tokens before the block. Other
+        entries are fields of `attention.Positions`: "angles", "bias" and "relative".
 
         Args:
-          module: encoder, in a compact method: its parameters are created there.
-          places: places of the patches in images of any size; None if they are `grid`.
-          keys: random key of each block, or None outside training.
+          module: encoder, called from a compact method, in which parameters are
+            created.
+          places: places of the patches in images of any size; None for patches of
+            `grid`.
+          keys: random key of each block; None outside training.
         """
         return [{}] * self.config.depth
 
@@ -84,11 +87,11 @@ class Position:
         grid: tuple[int, int],
         method: str,
     ) -> Array | np.ndarray:
-        """Returns the parameter of a name for another grid; unchanged if not this kind's.
+        """Resizes a parameter to another grid if it belongs to this kind of position.
 
         Args:
-          name: last part of its path.
-          values: NumPy stays NumPy.
+          name: last part of the path of the parameter.
+          values: values of the parameter; NumPy arrays stay NumPy arrays.
           old_grid, grid: rows and columns of patches before and after.
           method: a key of `resizing.RESIZE_METHODS`.
         """
@@ -98,7 +101,13 @@ class Position:
 def take(
     given: Mapping[str, Array], visible: Int[Array, "B V"], num_prefix_tokens: int
 ) -> dict[str, Array]:
-    """Returns what `Position.by_block` gives to a block, for some patches of each image."""
+    """Returns the inputs of `Position.by_block` for the visible patches of each image.
+
+    Args:
+      given: inputs for one block.
+      visible: indices of the visible patches.
+      num_prefix_tokens: P.
+    """
     P, left = num_prefix_tokens, dict(given)
     if "added" in given:
         left["added"] = take_tokens(given["added"], visible, P)
@@ -112,7 +121,13 @@ def take(
 def take_tokens(
     x: Float[Array, "..."], visible: Int[Array, "*B V"], num_prefix_tokens: int
 ) -> Float[Array, "..."]:
-    """Returns the prefix tokens and the visible patches of x (*B, N, D); B may be 1 in x."""
+    """Returns the prefix tokens and the visible patches.
+
+    Args:
+      x: tokens, (*B, N, D); B may be 1.
+      visible: indices of the visible patches.
+      num_prefix_tokens: P.
+    """
     P = num_prefix_tokens
     patches = jnp.take_along_axis(x[..., P:, :], visible[..., None], axis=-2)
     prefix = jnp.broadcast_to(

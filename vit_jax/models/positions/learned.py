@@ -1,4 +1,4 @@
-"""A learnt vector per token (arXiv:2010.11929, section 3.1).
+"""A learned vector per token (arXiv:2010.11929, section 3.1).
 
 Letters: P prefix tokens, Y by X patches, N and M tokens, D model width.
 """
@@ -18,7 +18,7 @@ _Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
 
 
 class Learned(AddedPosition):
-    """A learnt vector per token."""
+    """A learned vector per token."""
 
     def embedding(self, param, places=None):
         P, R, D = self.num_prefix_tokens, self.num_register_tokens, self.config.width
@@ -59,14 +59,15 @@ def resize_positions(
       method: a key of RESIZE_METHODS.
 
     Raises:
-      UserError: the embedding has another number of tokens.
+      UserError: the embedding does not fit the number of tokens.
     """
     _, N, D = embedding.shape
     rows = num_prefix_tokens + math.prod(old_grid)
     if N != rows:
         raise UserError(
-            f"position embedding has {N} rows, but {num_prefix_tokens} extra tokens and "
-            f"a grid of {old_grid[0]}x{old_grid[1]} make {rows}"
+            f"the position embedding has {N} rows, but {num_prefix_tokens} prefix tokens "
+            f"and a grid of {old_grid[0]}x{old_grid[1]} patches need {rows}: check the "
+            "image size of the checkpoint"
         )
     if old_grid == grid:
         return embedding

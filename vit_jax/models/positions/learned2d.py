@@ -1,4 +1,4 @@
-"""Learnt vectors of the row and column of each patch (arXiv:2010.11929, appendix D.4).
+"""Learned vectors for row and column of each patch (arXiv:2010.11929, appendix D.4).
 
 Letters: Y by X patches, D model width.
 """
@@ -18,10 +18,10 @@ _TABLES = ("row_embedding", "column_embedding")
 
 
 class RowsAndColumns(AddedPosition):
-    """Learnt vectors of rows and columns; 0 for prefix tokens.
+    """Learned vectors for rows and columns; prefix tokens have zeros.
 
     Attributes:
-      parts: number of vectors side by side that have the width together.
+      parts: number of vectors that are concatenated to the model width.
     """
 
     parts: ClassVar[int] = 1
@@ -31,7 +31,7 @@ class RowsAndColumns(AddedPosition):
     def join(
         rows: Float[Array, "Y C"], columns: Float[Array, "X C"]
     ) -> Float[Array, "YX D"]:
-        """Returns the vector of each patch, row by row."""
+        """Returns the vectors of the patches, row by row."""
 
     def embedding(self, param, places=None):
         width = self.config.width // self.parts
@@ -55,7 +55,7 @@ class RowsAndColumns(AddedPosition):
 
 
 class Learned2d(RowsAndColumns):
-    """The vectors of column and row, each of half the width, concatenated."""
+    """Concatenated vectors of column and row, each of half the width."""
 
     parts = 2
     join = staticmethod(on_grid)
@@ -66,7 +66,7 @@ class Learned2d(RowsAndColumns):
 
 
 class Factorized(RowsAndColumns):
-    """The vectors of column and row, added (NaViT, arXiv:2307.06304, section 2.1)."""
+    """Sums of the vectors of row and column (NaViT, arXiv:2307.06304, section 2.1)."""
 
     @staticmethod
     def join(rows, columns):
@@ -74,9 +74,9 @@ class Factorized(RowsAndColumns):
 
 
 def check_width(config) -> None:
-    """Raises UserError if the width does not divide into parts of a row and a column."""
+    """Raises UserError if the width cannot be split into parts for row and column."""
     if config.width % 4:
         raise UserError(
-            f"model width {config.width} is not a multiple of 4, as "
-            f"posemb={config.posemb} needs: change model.width or model.posemb"
+            f"model.width={config.width} is not a multiple of 4, as needed for "
+            f"model.posemb={config.posemb!r}: change model.width or model.posemb"
         )

@@ -1,4 +1,4 @@
-"""Rotary position embeddings with learnt directions (RoPE-Mixed, arXiv:2403.13298).
+"""Rotary position embeddings with learned directions (RoPE-Mixed, arXiv:2403.13298).
 
 Letters: B images, Y by X patches, N patches, H heads, K head width, J its half.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MixedRotary(Rotary):
-    """Angles by learnt frequencies of rows and columns, for each block and head."""
+    """Angles from learned frequencies for rows and columns, in each block and head."""
 
     def by_block(self, module, places=None, keys=()):
         config = self.config
@@ -40,12 +40,12 @@ def mixed_angles(
     grid: tuple[int, int],
     places: "Places | None" = None,
 ) -> Float[Array, "H N J"] | Float[Array, "B H N J"]:
-    """Returns the angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
+    """Returns the angles of learned directions (RoPE-Mixed, arXiv:2403.13298).
 
     Args:
-      frequencies: a layer's frequencies down and across, in radians per patch.
-      grid: Y and X.
-      places: places of patches in images of any size, instead of `grid`.
+      frequencies: frequencies of a layer for rows and columns, in radians per patch.
+      grid: rows and columns of patches, Y and X.
+      places: places of patches in images of any size; None for patches of `grid`.
     """
     down, across = jnp.asarray(frequencies)[:, :, None]
     if places is not None:
@@ -62,8 +62,8 @@ def initial_frequencies(
 
     Args:
       random: directions as fractions of a full turn.
-      head_width: K.
-      temperature: see `angles`.
+      head_width: features per head, K.
+      temperature: see `rotary.angles`.
     """
     bands = temperature ** -jnp.linspace(0, 1, head_width // 4, endpoint=False)
     bands = bands.reshape(1, 1, -1)

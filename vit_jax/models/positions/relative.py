@@ -1,6 +1,6 @@
-"""Learnt vectors of the offset of two tokens (arXiv:2010.11929, appendix D.4).
+"""Learned vectors for the offset of two tokens (arXiv:2010.11929, appendix D.4).
 
-Their products with the query are added to the logits of attention.
+The products of these vectors with the query are added to the attention logits.
 """
 
 import math
@@ -13,7 +13,7 @@ from vit_jax.models.positions.base import Position
 
 
 class Relative(Position):
-    """A learnt vector per head for each offset in the sequence, from 1 - N to N - 1."""
+    """A learned vector per head for each offset in the sequence, 1 - N to N - 1."""
 
     of_pairs = True
 
@@ -25,8 +25,9 @@ class Relative(Position):
     def check(config):
         if config.posemb_placement == "stem":
             raise UserError(
-                "model.posemb_placement='stem' with model.posemb='relative', which acts "
-                "in the attention of each layer: set it to 'every' or 'shared'"
+                "model.posemb_placement='stem' with model.posemb='relative', which is "
+                "used in the attention of each layer: set model.posemb_placement to "
+                "'every' or 'shared'"
             )
 
     def by_block(self, module, places=None, keys=()):

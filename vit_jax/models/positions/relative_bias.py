@@ -1,4 +1,4 @@
-"""Learnt biases of attention by the offset of two patches (BEiT, arXiv:2106.08254).
+"""Learned attention biases for the offset of two patches (BEiT, arXiv:2106.08254).
 
 Letters: P prefix tokens, N tokens, Y by X patches, H heads, R and S offsets.
 """
@@ -20,12 +20,12 @@ from vit_jax.models.resizing import resample, resize_grid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBiasConfig(EncoderConfig):
-    """An encoder that may have biases of attention by offset."""
+    """An encoder with optional attention biases that depend on offsets."""
 
     relative_bias: str = key(
         "none",
-        'Learned biases of attention by the offset between two patches (BEiT): "none", '
-        'separate ones in "every" layer, or the same in all layers ("shared").',
+        "Learned attention biases that depend on the offset of two patches (BEiT): "
+        '"none", separate biases in "every" layer, or "shared" biases in all layers.',
         choices=tuple(BIASES),
     )
 
@@ -35,7 +35,7 @@ class RelativeBiasConfig(EncoderConfig):
 
 
 class RelativeBias(Position):
-    """A learnt bias per head for each offset of rows and columns."""
+    """A learned attention bias per head for each offset of rows and columns."""
 
     of_pairs = True
 
@@ -72,11 +72,11 @@ def bias_of_grid(
     """Returns the attention bias of all pairs of tokens (arXiv:2106.08254).
 
     Args:
-      table: biases of the offsets from (1 - Y, 1 - X) on, row by row; then the biases
-        from a prefix token to a patch, from a patch to a prefix token, and between
+      table: biases of all offsets, starting with (1 - Y, 1 - X), row by row; then the
+        bias from a prefix token to a patch, from a patch to a prefix token, and between
         prefix tokens.
-      grid: Y and X.
-      num_prefix_tokens: P.
+      grid: rows and columns of patches, Y and X.
+      num_prefix_tokens: number of tokens before the patches, P.
     """
     Y, X = grid
     y, x = np.indices(grid).reshape(2, -1)
@@ -95,10 +95,10 @@ def resize_bias_table(
     new: tuple[int, int],
     method: str,
 ) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
-    """Resizes a table of attention biases by offset for windows of another size.
+    """Resizes a table of attention biases to windows of another size.
 
     Args:
-      table: biases of offsets from -(size - 1) to size - 1 on both axes, rows first.
+      table: biases of offsets from -(size - 1) to size - 1 along both axes, rows first.
       old, new: sizes of the windows in patches.
       method: "geometric" or "bicubic".
     """
@@ -113,10 +113,10 @@ def resize_bias_table(
 
 
 def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a linear resize between geometrically growing offsets.
+    """Returns the matrix that interpolates between geometrically increasing offsets.
 
-    The factor, at most 1.5, places the outermost old offset on the outermost new one
-    (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
+    The factor of the increase, at most 1.5, maps the outermost old offset to the
+    outermost new offset (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
     """
     count, low, high = old // 2, 1.01, 1.5
     while high - low > 1e-6:
@@ -136,7 +136,7 @@ def resize_bias(
 ) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
     """Resizes the table of `bias_of_grid` to another grid.
 
-    Source: timm, whose geometrically growing offsets keep the biases of near patches.
+    Source: timm; its geometrically increasing offsets keep the biases of near patches.
     """
     if old_grid == grid:
         return table

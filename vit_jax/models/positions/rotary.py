@@ -1,9 +1,9 @@
-"""Rotary position embeddings: queries and keys are rotated by their patches' positions.
+"""Rotary position embeddings: positions of patches rotate queries and keys.
 
-The product of two rotated vectors depends on the offset of their patches. Feature i of a
-head is rotated together with feature i + K/2; features of files that pair neighbours, or
-have the column before the row, are reordered when they are read.
-Letters: Y by X patches, N patches, K head width, J its half.
+The product of two rotated vectors depends only on the offset of their patches. Feature
+i of a head is rotated together with feature i + K/2. Checkpoints in which neighbouring
+features form pairs, or columns come before rows, are reordered when they are read.
+Letters: Y by X patches, N patches, K head width, J half of the head width.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig(EncoderConfig):
-    """An encoder that may have rotary positions."""
+    """An encoder with optional rotary positions."""
 
     rope: str = key(
         "none",
@@ -37,35 +37,35 @@ class RotaryConfig(EncoderConfig):
     )
     rope_temperature: float = key(
         100.0,
-        "Ratio of the longest wavelength of rotary positions to the shortest; EVA-02 "
-        "has 10,000.",
+        "Ratio of the longest to the shortest wavelength of rotary positions; EVA-02 "
+        "uses 10,000.",
     )
     rope_reference: int = key(
         0,
-        "Side, in patches, to which rotary positions of grids of another size are "
-        "stretched; 0 is off.",
+        "Grid size in patches per side to which rotary positions of other grids are "
+        "scaled; 0 is off.",
         reason="weights of EVA-02 (arXiv:2303.11331)",
         below=10_000,
     )
     rope_shift: float = key(
         0.0,
-        'Largest random shift of "centered" rotary positions in training, drawn for '
+        'Maximum random shift of "centered" rotary positions in training, drawn for '
         "each block; 0 is off.",
         reason="pos_embed_rope_shift_coords of DINOv3 (arXiv:2508.10104)",
         training_only=True,
     )
     rope_jitter: float = key(
         1.0,
-        'In training, stretch or shrink "centered" rotary positions at random by up to '
-        "this factor, separately in height and width; 1 is off.",
+        'Maximum factor for randomly stretching or shrinking "centered" rotary '
+        "positions in training, separately in height and width; 1 is off.",
         reason="pos_embed_rope_jitter_coords of DINOv3 (arXiv:2508.10104)",
         at_least=1,
         training_only=True,
     )
     rope_rescale: float = key(
         1.0,
-        'In training, stretch or shrink "centered" rotary positions at random by up to '
-        "this factor, equally in height and width; 1 is off, DINOv3 has 2.",
+        'Maximum factor for randomly stretching or shrinking "centered" rotary '
+        "positions in training, equally in height and width; 1 is off, DINOv3 uses 2.",
         at_least=1,
         training_only=True,
     )
@@ -80,7 +80,7 @@ class RotaryConfig(EncoderConfig):
 
     @property
     def jitters_rope(self) -> bool:
-        """Whether rotary positions are random in training."""
+        """Whether rotary positions are changed at random in training."""
         return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
 
     def layer_of(self, path: str) -> int | range:
@@ -92,14 +92,14 @@ class RotaryConfig(EncoderConfig):
         super().check()
         if self.jitters_rope and self.rope != "centered":
             raise UserError(
-                f"model.rope={self.rope!r}: model.rope_shift, rope_jitter and rope_rescale "
-                'change positions that are "centered": set model.rope to that, or leave '
-                "them out"
+                f"model.rope={self.rope!r}: model.rope_shift, model.rope_jitter and "
+                "model.rope_rescale need 'centered' positions: set "
+                "model.rope='centered', or leave them out"
             )
 
 
 class Rotary(Position):
-    """Angles of rows and columns, in the unit that the key `rope` names."""
+    """Angles of rows and columns; the key `rope` chooses the unit of positions."""
 
     @classmethod
     def in_blocks(cls, config):
@@ -110,8 +110,8 @@ class Rotary(Position):
         K = config.width // config.num_heads
         if K % 4:
             raise UserError(
-                f"heads of {K} features are not a multiple of 4, as rope={config.rope} "
-                "needs: change model.num_heads or model.rope"
+                f"heads have {K} features, not a multiple of 4 as needed for "
+                f"model.rope={config.rope!r}: change model.num_heads or model.rope"
             )
 
     def by_block(self, module, places=None, keys=()):
@@ -131,7 +131,7 @@ class Rotary(Position):
     def pad_prefix(
         self, angles: Float[Array | np.ndarray, "... M J"]
     ) -> Float[Array, "... N J"]:
-        """Returns the angles of patches behind those of the prefix tokens, 0."""
+        """Returns zeros for the prefix tokens, then the angles of the patches."""
         pad = ((self.num_prefix_tokens, 0), (0, 0))
         return jnp.pad(angles, ((0, 0),) * (angles.ndim - 2) + pad)
 
@@ -146,13 +146,14 @@ def angles(
     """Returns the angles of each patch in radians, of its row, then of its column.
 
     Args:
-      kind: unit of positions: "axial", patches (EVA-02, arXiv:2303.11331), or "centered",
-        from -1 to 1 along each side of the image (DINOv3, arXiv:2508.10104).
-      grid: Y and X.
-      head_width: K, a multiple of 4.
-      temperature: approximate ratio of the longest wavelength to the shortest.
-      reference: side of the pretraining grid in patches, to which an "axial" grid of
-        another size is stretched; 0 for no stretching.
+      kind: unit of positions: "axial", in patches (EVA-02, arXiv:2303.11331), or
+        "centered", from -1 to 1 along each side of the image (DINOv3,
+        arXiv:2508.10104).
+      grid: rows and columns of patches, Y and X.
+      head_width: features per head K, a multiple of 4.
+      temperature: approximate ratio of the longest to the shortest wavelength.
+      reference: side of the pretraining grid in patches, to which positions of an
+        "axial" grid of another size are scaled; 0 for no scaling.
     """
     place = np.indices(grid, np.float64).reshape(2, -1).T
     positions = _positions(kind, place, np.asarray(grid)[None], reference)
@@ -198,17 +199,19 @@ def jittered_angles(
     jitter: float,
     rescale: float,
 ) -> Float[Array, "... N J"]:
-    """Returns the angles of randomly moved and stretched "centered" positions.
+    """Returns the angles of randomly shifted and stretched "centered" positions.
 
-    A row's or column's position p in [-1, 1] becomes (p + s) j r, as in DINOv3's code.
+    The position p of a row or column in [-1, 1] becomes (p + s) j r, as in DINOv3's
+    code.
 
     Args:
       key: random key.
       plain: "centered" angles.
       temperature: see `angles`.
-      shift: largest |s|, drawn uniformly for each side.
-      jitter: largest j, drawn log-uniformly from its inverse on for each side.
-      rescale: largest r, drawn in the same way, the same for both sides.
+      shift: maximum of |s|; s is drawn uniformly for rows and for columns.
+      jitter: maximum of j; j is drawn log-uniformly between the inverse of the maximum
+        and the maximum, for rows and for columns.
+      rescale: maximum of r, which is drawn like j, but once for both.
     """
     *_, J = plain.shape
     sides = jnp.asarray(plain).reshape(-1, 2, J // 2)

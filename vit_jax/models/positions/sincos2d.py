@@ -1,4 +1,4 @@
-"""Fixed sines and cosines of the column and row (MoCo v3, arXiv:2104.02057, section 4.1).
+"""Fixed sines and cosines of column and row (MoCo v3, arXiv:2104.02057, section 4.1).
 
 Letters: B images, N patches, Y by X patches, D model width.
 """
@@ -12,7 +12,7 @@ from vit_jax.models.positions.learned2d import check_width
 
 
 class Sincos2d(AddedPosition):
-    """Sines and cosines, whose wavelengths the key `posemb` chooses; 0 for prefix tokens."""
+    """Sines and cosines, with wavelengths chosen by `posemb`; 0 for prefix tokens."""
 
     @staticmethod
     def check(config):
@@ -28,7 +28,7 @@ class Sincos2d(AddedPosition):
 def sincos2d_at(
     place: Int[Array, "B N 2"], width: int, kind: str
 ) -> Float[Array, "B N D"]:
-    """Returns the embeddings of `sincos2d` of rows and columns."""
+    """Returns the embeddings of `sincos2d` for given rows and columns."""
     rates = _sincos_rates(width, kind).astype(np.float32)
     angles = place[..., ::-1, None] * rates[None, None, None]  # The column comes first.
     both = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -41,10 +41,10 @@ def sincos2d(
     """Returns fixed embeddings: sines and cosines of the column, then of the row.
 
     Args:
-      grid: rows and columns.
-      width: D, a multiple of 4.
+      grid: rows and columns of patches.
+      width: model width D, a multiple of 4.
       kind: "sincos2d", with wavelengths from 2 pi to 20,000 pi (big_vision), or
-        "sincos2d_mae", which ends one step before (MoCo v3, MAE).
+        "sincos2d_mae", whose last wavelength is one step shorter (MoCo v3, MAE).
 
     Source: MoCo v3 (arXiv:2104.02057, section 4.1).
     """

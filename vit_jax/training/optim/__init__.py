@@ -59,7 +59,7 @@ _PLAIN = {
 
 
 class _Optimizers(Mapping):
-    """Names to dataclasses of optimisers: of this package, then of optax (named.py)."""
+    """Names to config dataclasses: optimisers of this package, then those of optax."""
 
     def __getitem__(self, name: str) -> type:
         if name in _PLAIN:

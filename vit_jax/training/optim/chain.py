@@ -1,4 +1,4 @@
-"""Chains an optimiser: clipping, its steps, layer decay, freezing; and what they follow."""
+"""Builds the optimiser chain: clipping, steps, layer decay and freezing."""
 
 import functools
 from collections.abc import Callable
@@ -30,15 +30,15 @@ class Optimizer(NamedTuple):
     """An optimiser as the training step uses it.
 
     Attributes:
-      init: (params) -> its first state.
-      update: (gradients, metrics, state, batch, key) -> (updates, its next state), for the
-        training state, batch and key that gave the gradients.
+      init: (params) -> initial optimiser state.
+      update: (gradients, metrics, state, batch, key) -> (updates, next optimiser
+        state); the gradients were computed from this training state, batch and key.
       rate: (steps taken) -> learning rate.
-      moving: (gradients, steps taken) -> gradients with zeros for parameters that do not
-        move in the next step.
-      wrap: gradients of the loss -> gradients that it gets, see
+      moving: (gradients, steps taken) -> gradients with zeros for parameters that are
+        frozen in the next step.
+      wrap: gradient function of the loss -> gradient function for the optimiser, see
         `PlainOptimConfig.wrap_gradients`.
-      evaluated: (its state, params) -> parameters that evaluations read.
+      evaluated: (optimiser state, params) -> parameters that evaluations use.
     """
 
     init: Callable[[dict], optax.OptState]
@@ -63,7 +63,7 @@ def build(
     Args:
       optim, params, run, network, within: see `optimizer`.
       peak: highest learning rate; it may be an argument of a jitted function.
-      loss: (params, extra, batch, key) -> loss, for those that evaluate it themselves.
+      loss: (params, extra, batch, key) -> loss, for optimisers that evaluate the loss.
 
     Raises:
       UserError: see `learning_rate` and `optimizer`.
@@ -90,9 +90,9 @@ def build(
 
 
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
-    """Returns the learning rate as a function of the steps already taken.
+    """Returns the learning rate as a function of the number of steps taken.
 
-    It is linear over the warmup, then follows the schedule to the end of the run.
+    The learning rate is linear over the warmup, then follows the schedule.
 
     Args:
       optim: section `optim`.
@@ -105,7 +105,7 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
     warmup = length_in_steps(optim, "warmup", run)
     if warmup > run.total_steps:
         raise UserError(
-            f"the warmup takes {warmup} steps but the run only {run.total_steps}: lower "
+            f"the warmup takes {warmup} steps, but the run only {run.total_steps}: lower "
             f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
         )
     ramp = optax.linear_schedule(
@@ -121,16 +121,16 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
 
 
 def _previous_epoch(step: Number, steps_per_epoch: float) -> Number:
-    """Returns the first step of the epoch before the one of a step; epoch 0 has none.
+    """Returns the first step of the epoch before that of a step; for epoch 0, step 0.
 
-    Epoch n begins at step round(n * steps_per_epoch), as all lengths in epochs end.
+    Epoch n begins at step round(n * steps_per_epoch), like all lengths in epochs.
     """
     epoch = jnp.floor((step + 0.5) / steps_per_epoch)
     return jnp.round(jnp.maximum(epoch - 1, 0) * steps_per_epoch)
 
 
 def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
-    """Returns the weight decay: a number, or a function of the steps already taken."""
+    """Returns the weight decay, a number or a function of the number of steps taken."""
     start, end = optim.weight_decay, optim.weight_decay_end
     if not end:
         return start
@@ -151,19 +151,20 @@ def optimizer(
     network: NetworkConfig,
     within: str | None = "",
 ) -> optax.GradientTransformation:
-    """Builds the optimiser.
+    """Builds the optimiser chain.
 
-    It is a chain of clipping, the direction with weight decay, which is decoupled from the
-    loss and multiplied by the scheduled rate, the rate, its layer decay, and freezing.
+    The chain consists of clipping, the direction of the step with weight decay, the
+    learning rate, layer decay and freezing. Weight decay is decoupled from the loss and
+    multiplied by the scheduled learning rate.
 
     Args:
-      optim: section `optim`.
-      params: model parameters, as arrays or shapes, in either layout of the blocks.
+      optim: section `optim` of the config.
+      params: model parameters, arrays or shapes, in either layout of the blocks.
       rate: learning rate by step, from `learning_rate`.
       run: length of the run.
-      network: `Model.config`, which knows the layers of the parameters.
-      within: path of the network's parameters among `params`; "": they are all; None:
-        they are not among them.
+      network: `Model.config`, which maps parameters to layers.
+      within: path of the network's parameters in `params`. "": `params` are those of
+        the network; None: `params` do not contain the network.
 
     Raises:
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
@@ -190,25 +191,26 @@ def optimizer(
     if not optim.freeze:
         return optax.chain(*optim.wrap(chain, rate))
     mask = match(params, optim.freeze, "optim.freeze")
-    # After the rest, so that weight decay does not move them either. Parameters that
-    # stay frozen are hidden from clipping and moments too; those that move later need
-    # warm moments, or Adam's first free steps are several times too long.
+    # Frozen parameters are masked at the end of the chain, so that weight decay does
+    # not change them either. If they stay frozen for the whole run, they are masked
+    # before clipping and moments too. If they are trained later, they need warm
+    # moments: otherwise Adam's first steps after that are several times too long.
     gate = _freeze(mask, thawing.until if thawing else 0)
     chain = [*chain, gate] if thawing else [gate, *chain, gate]
     wrapped = optim.wrap(chain, rate)
-    # What wraps the chain may round what the gate inside has left alone.
+    # A wrapper of the chain may change frozen parameters by rounding: mask them again.
     return optax.chain(*wrapped, *([] if wrapped is chain else [gate]))
 
 
 class Thawing(NamedTuple):
-    """Parameters that are frozen for a part of the run.
+    """Parameters that are frozen at the start of the run and trained later.
 
-    Their gradients are computed from the start, because moments need them, but no number
-    that other parameters depend on, such as a gradient norm, may include them.
+    Their gradients are computed from the start, because moments need them. But numbers
+    that affect other parameters, such as a gradient norm, must not include them.
 
     Attributes:
-      mask: result of `match`: True is frozen at first.
-      until: steps after which they move.
+      mask: result of `match`; True marks parameters that are frozen at first.
+      until: number of steps for which they are frozen.
     """
 
     mask: dict
@@ -216,9 +218,10 @@ class Thawing(NamedTuple):
 
     @classmethod
     def of(cls, optim: OptimConfig, params: dict, run: RunLength) -> "Thawing | None":
-        """Returns what a config freezes at first; None if there is nothing.
+        """Returns the parameters that a config freezes only at first, or None.
 
-        Args: see `optimizer`.
+        Args:
+          optim, params, run: see `optimizer`.
         """
         until = length_in_steps(optim, "freeze", run)
         if not (optim.freeze and until):
@@ -226,13 +229,13 @@ class Thawing(NamedTuple):
         return cls(match(params, optim.freeze, "optim.freeze"), until)
 
     def moving(self, grads: dict, step: Number) -> dict:
-        """Returns gradients that are 0 for parameters still frozen after `step` steps."""
+        """Returns gradients with zeros for parameters that are frozen at a step."""
         return _zeroed(grads, self.mask, step < self.until)
 
     def apart(self, clip: optax.GradientTransformation):
-        """Returns a clipping that treats parameters that are still frozen separately.
+        """Returns a transformation that clips frozen and trained parameters separately.
 
-        Its `update` takes the number of steps taken as `step`.
+        Its `update` needs the number of steps taken as the argument `step`.
         """
 
         def update(updates, state, params=None, *, step, **extra):
@@ -247,7 +250,7 @@ class Thawing(NamedTuple):
         return optax.GradientTransformationExtraArgs(clip.init, update)
 
     def hidden(self):
-        """Returns a transformation that zeroes gradients of what is still frozen."""
+        """Returns a transformation that zeroes gradients of still frozen parameters."""
 
         def update(updates, state, params=None, *, step, **extra):
             del params, extra
@@ -261,11 +264,12 @@ class Thawing(NamedTuple):
 def without_frozen(loss: Callable, optim: OptimConfig) -> Callable:
     """Returns a loss without gradients of parameters that are frozen for the whole run.
 
-    This saves their backward pass. Others keep their gradients, which warm their moments.
+    This saves the backward pass of these parameters. Parameters that are frozen only at
+    first keep their gradients, which their moments need.
 
     Args:
       loss: (params, ...) -> loss.
-      optim: section `optim`.
+      optim: section `optim` of the config.
     """
     if not optim.freeze:
         return loss
@@ -279,14 +283,14 @@ def without_frozen(loss: Callable, optim: OptimConfig) -> Callable:
 
 
 def _zeroed(updates: dict, mask: dict, frozen: jax.Array | bool) -> dict:
-    """Returns updates that are 0 where the mask is True, if `frozen`."""
+    """Returns updates with zeros where the mask is True, if `frozen` is True."""
     return jax.tree.map(
         lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u, updates, mask
     )
 
 
 def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
-    """Zeroes masked updates for `until` steps, or always if that is 0."""
+    """Zeroes masked updates for `until` steps, or always if `until` is 0."""
 
     def update(updates, state, params=None):
         del params
@@ -313,12 +317,20 @@ def layer_factors(
 ) -> dict:
     """Returns factors of the learning rate that broadcast against the parameters.
 
-    The rate of a layer is `decay` times that of the layer above it, as in BEiT
-    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: the
-    embedding of the image (a whole ResNet included) with its positions; each block; the
-    rest, at the full rate, as what a task has beside its network, the path `within`. timm's
-    `param_groups_layer_decay` has the last norm at the rate of the last block, and BEiT's
-    code a relative bias that all blocks share at the full rate, here with the embedding.
+    The learning rate of a layer is `decay` times that of the layer above it, as in BEiT
+    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). The layers from the bottom
+    are the embedding of the image (including a whole ResNet) with its positions, each
+    block, and the rest, which has the full learning rate. Parameters of the task
+    outside the network have the full learning rate too. There are two differences to
+    other code: in timm's `param_groups_layer_decay` the last norm has the rate of the
+    last block, and in BEiT's code a relative bias that all blocks share has the full
+    rate, while here it belongs to the embedding.
+
+    Args:
+      params: see `optimizer`.
+      decay: factor between the learning rates of neighbouring layers.
+      network: see `optimizer`.
+      within: see `optimizer`.
 
     Raises:
       UserError: the network has no blocks or is not trained, or no layer rule matches a
@@ -326,14 +338,15 @@ def layer_factors(
     """
     if within is None:
         raise UserError(
-            f"optim.layer_decay={decay}: this task does not train the network that it "
-            "keeps: set it to 0"
+            f"optim.layer_decay={decay}: this task does not train its network: set "
+            "optim.layer_decay to 0"
         )
     last = network.num_blocks + 1
     if last == 1:
         raise UserError(
-            f"optim.layer_decay={decay} needs the blocks of a Transformer, and "
-            f"model.variant={network.variant!r} has none: set it to 0, or choose another"
+            f"optim.layer_decay={decay}: model.variant={network.variant!r} does not have "
+            "the blocks of a Transformer: set optim.layer_decay to 0, or choose "
+            "another variant"
         )
 
     prefix = within and f"{within}/"

@@ -1,8 +1,8 @@
-"""Muon (arXiv:2502.16982): orthogonal steps of the matrices of the blocks, Adam's of the rest.
+"""Muon (arXiv:2502.16982): orthogonalised steps for the matrices of the blocks.
 
-Every matrix is one as it is multiplied: (inputs, outputs), with heads merged and the window
-of a convolution among its inputs. Matrices of one shape, of whatever layers, are
-orthogonalised as one stack that is split over all devices.
+Other parameters have the steps of Adam. Every kernel is treated as a matrix (inputs,
+outputs), with the heads merged and the window of a convolution as a part of the inputs.
+All matrices of the same shape are orthogonalised as one stack, split over all devices.
 """
 
 import collections
@@ -23,7 +23,7 @@ from vit_jax.distributed.mesh import AXES
 from vit_jax.training.optim.outside import OutsideConfig
 from vit_jax.training.schedules import Number
 
-_WITHIN = ("fsdp", "model")  # Axes of the mesh that split a parameter.
+_WITHIN = ("fsdp", "model")  # Axes of the mesh along which parameters are split.
 _HEADS = re.compile(
     r"(^|/)(\w*heads?(_dist)?|projection|segmenter)/|(^|/)decoder/kernel$"
 )
@@ -34,27 +34,28 @@ _EMBEDDINGS = re.compile(r"(^|/)(embedding|conv_root)/kernel$")
 class MuonBase(OutsideConfig):
     """Muon for the matrices of the blocks, Adam for the rest."""
 
-    # It has the weight decay of all parameters, by `weight_decay_mask`.
+    # Parameters with Adam have the same weight decay as the others,
+    # `optim.weight_decay`.
     left_out = ("adam_weight_decay",)
 
     consistent_rms: float | None = key(
         0.2,
-        "Root mean square of a step, divided by the learning rate. The default is "
-        "about that of Adam, so that learning rates and weight decay for Adam can be "
-        "kept. None: the steps of Muon's first code.",
+        "Root mean square of a step of Muon, divided by the learning rate. The default "
+        "is about the value for Adam, so that learning rates and weight decay for Adam "
+        "can be kept. None uses the scale of Muon's original code.",
         optional=True,
         above=0,
     )
     patch_embedding: bool = key(
         False,
-        "Also use Muon for the kernel of the patch embedding, and for the first "
-        "convolution of a ResNet. The convolutions of a stem always have it.",
+        "Also use Muon for the kernel of the patch embedding and for the first "
+        "convolution of a ResNet. Convolutions of a stem always use Muon.",
     )
 
     def make(
         self, rate: Number, decay: Number | None = None, mask: dict | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        del decay, mask  # They are added behind.
+        del decay, mask  # Weight decay is added later in the chain.
         muon = optax.chain(
             momentum(self.beta, self.mu_dtype, nesterov=self.nesterov),
             optax.stateless(lambda updates, _: self._orthogonal(updates)),
@@ -71,24 +72,25 @@ class MuonBase(OutsideConfig):
         return optax.chain(of_each, optax.scale_by_learning_rate(rate))
 
     def labels(self, params: dict) -> dict:
-        """Returns "muon" or "adam" for each parameter, blocks one by one."""
+        """Returns "muon" or "adam" for each parameter, with separate blocks."""
         label = lambda keys, leaf: (
             "muon" if self.inputs(_path(keys), leaf.ndim) else "adam"
         )
         return jax.tree.map_with_path(label, params)
 
     def inputs(self, path: str, ndim: int) -> int:
-        """Returns how many leading axes of a matrix are its inputs; 0: Muon leaves it."""
+        """Returns the number of leading axes that are inputs; 0 if Adam is used."""
         *_, module, name = ("", "", *path.split("/"))
         if name != "kernel" or ndim not in (2, 3, 4) or _HEADS.search(path):
             return 0
         if _EMBEDDINGS.search(path) and not self.patch_embedding:
             return 0
-        # Projections to heads are (D, H, K), back from them (H, K, D); convolutions HWIO.
+        # Query, key and value kernels are (D, H, K), "out" is (H, K, D), convolutions
+        # are (height, width, inputs, outputs).
         return 2 if ndim == 3 and module == "out" else {2: 1, 3: 1, 4: 3}[ndim]
 
     def _orthogonal(self, updates: dict) -> dict:
-        """Returns the orthogonalised updates, scaled by their shapes."""
+        """Returns the orthogonalised updates, scaled by factors of their shapes."""
         leaves = jax.tree.leaves_with_path(updates)
         groups = collections.defaultdict(list)
         for i, (keys, leaf) in enumerate(leaves):
@@ -103,9 +105,9 @@ class MuonBase(OutsideConfig):
         return jax.tree.unflatten(jax.tree.structure(updates), scaled)
 
     def _orthogonalize(self, x: Float[Array, "N R C"]) -> Float[Array, "N R C"]:
-        """Orthogonalises matrices, on each device its share of them."""
+        """Orthogonalises matrices; each device computes a part of the stack."""
         axes = optax.contrib.MuonDimensionNumbers(1, 2)
-        # Without momentum it has no state: this is the iteration alone.
+        # Without momentum this is only the Newton-Schulz iteration, without a state.
         iteration = optax.contrib.scale_by_muon(
             ns_coeffs=self.ns_coeffs,
             ns_steps=self.ns_steps,
@@ -131,7 +133,7 @@ class MuonBase(OutsideConfig):
 
 
 class _Matrix(NamedTuple):
-    """A parameter as a matrix, which is transposed if it has more inputs than outputs."""
+    """The shape of a parameter as a matrix, transposed if inputs exceed outputs."""
 
     shape: Sequence[int]
     inputs: int
@@ -158,7 +160,7 @@ class _Matrix(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    """Steps taken, and the mean of the gradients."""
+    """Number of steps taken, and running mean of the gradients."""
 
     count: jax.Array
     mu: dict
@@ -167,7 +169,7 @@ class MomentumState(NamedTuple):
 def momentum(
     beta: float, mu_dtype: str, *, nesterov: bool
 ) -> optax.GradientTransformation:
-    """Returns the mean of gradients, without the bias of its start, as Muon of optax."""
+    """Returns the bias-corrected running mean of gradients, as in optax's Muon."""
 
     def init(params):
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -195,10 +197,16 @@ def _size(axes: Sequence[str]) -> int:
 
 @jax.named_scope("muon")
 def _split(x: Float[Array, "N R C"], *, within: bool) -> Float[Array, "N R C"]:
-    """Splits a stack over the devices by matrices, or each matrix by its columns.
+    """Splits a stack over the devices.
 
-    Parameters are split within. To go from one to the other by way of this, each device
-    sends parts of matrices, and none holds the stack.
+    Parameters are split along columns, but orthogonalisation needs whole matrices. With
+    both constraints in sequence, devices exchange parts of matrices, and no device
+    holds the whole stack.
+
+    Args:
+      x: stack of matrices.
+      within: whether each matrix is split by its columns; else the stack is split by
+        matrices.
     """
     if _size(AXES) == 1:
         return x

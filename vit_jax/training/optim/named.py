@@ -1,9 +1,9 @@
 """The optimisers of optax that a config can name.
 
-A function of optax or optax.contrib that has a learning rate is an optimiser. Its plain
-parameters (numbers, texts, bools, None) are keys with its defaults, and its docstring has
-their meanings; the learning rate, the weight decay and the type of moments are the keys
-that all optimisers share.
+Every function of optax or optax.contrib with a learning rate is an optimiser.
+Parameters of the function that are numbers, texts, bools or None become keys with the
+same defaults; their help texts are taken from its docstring. The learning rate, the
+weight decay and the dtype of moments are set by the keys that all optimisers share.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from vit_jax.training.optim.outside import (
 )
 from vit_jax.training.optim.sharpness import OptimConfig
 
-# No keys: the first two only print, and "key" has taken the place of "seed".
+# Parameters without keys: the first two only print, "seed" is replaced by "key".
 _LEFT_OUT = ("verbose", "print_win_rate_every_n_steps", "seed")
-_MEAN = re.compile(r"(adam_)?(b[1-3]|betas|beta3)")  # Decays of running means.
+_MEAN = re.compile(r"(adam_)?(b[1-3]|betas|beta3)")  # Decay rates of running means.
 _REFUSED = {
-    "dpsgd": "it needs the gradient of each image by itself, and a step has their mean",
-    "lbfgs": "it searches for the least loss of one batch, in evaluations without a limit "
-    "on their number that all devices would take together",
+    "dpsgd": "it needs the gradient of each image, and a step computes only their mean",
+    "lbfgs": "its line search evaluates the loss of one batch an unlimited number of "
+    "times, and all devices would have to run every evaluation together",
 }
-# Those that need more than their signature says, with the dataclass they derive from.
+# Optimisers that need code beyond their keys, with the base class of their dataclass.
 _BASES = {
     "muon": "muon:MuonBase",
     "schedule_free_adamw": "schedule_free:ScheduleFreeAdamBase",
@@ -48,7 +48,7 @@ _BASES = {
 
 
 def dataclass_of(name: str) -> type:
-    """Returns the dataclass of a function of optax, which is made when it is asked for.
+    """Returns the config dataclass of an optimiser of optax; it is created if needed.
 
     Raises:
       UserError: the function needs arguments that no key can set.
@@ -61,25 +61,25 @@ def dataclass_of(name: str) -> type:
         raise KeyError(name)
     if wanting := _wanting(function):
         raise UserError(
-            f"optim.name={name!r} needs {', '.join(wanting)}, which no key can "
-            "state: choose another"
+            f"optim.name={name!r} needs {', '.join(wanting)}, which cannot be set by "
+            "keys: choose another"
         )
     return _dataclass(name)
 
 
 @functools.cache
 def names() -> list[str]:
-    """Returns the names of the functions of optax that a config can state."""
+    """Returns the names of the optimisers of optax that a config can use."""
     names = sorted({*dir(optax), *dir(optax.contrib)} - _REFUSED.keys())
     return [name for name in names if (f := _found(name)) and not _wanting(f)]
 
 
 def _found(name: str) -> Callable | None:
-    """Returns the optimiser of optax that has a name, if there is one."""
+    """Returns the optimiser of optax with this name; None if there is none."""
     if name.startswith(("_", "scale_by_")):
         return None
     for module in (optax, optax.contrib):
-        function = vars(module).get(name)  # Deprecated names warn, and are not there.
+        function = vars(module).get(name)  # Without deprecated names.
         is_one = inspect.isfunction(function) or isinstance(function, functools.partial)
         if is_one and one_of(RATES, parameters_of(function)):
             return function
@@ -87,7 +87,7 @@ def _found(name: str) -> Callable | None:
 
 
 def _wanting(function: Callable) -> list[str]:
-    """Returns the parameters that have no default, but for the learning rate."""
+    """Returns the parameters without a default, except the learning rate."""
     return [
         name
         for name, parameter in parameters_of(function).items()
@@ -97,7 +97,7 @@ def _wanting(function: Callable) -> list[str]:
 
 @functools.cache
 def _dataclass(name: str) -> type:
-    """Makes the dataclass of a function of optax."""
+    """Creates the config dataclass of a function of optax."""
     function, base = _found(name), OutsideConfig
     if name in _BASES:
         module, _, cls = _BASES[name].partition(":")
@@ -114,7 +114,7 @@ def _dataclass(name: str) -> type:
         keys["weight_decay"] = (float, key(decay, meaning))
     module = "optax" if vars(optax).get(name) is function else "optax.contrib"
     about = f"{_plain(doc.partition(chr(10))[0]).rstrip('.')} ({module}.{name})"
-    about += f"; learning_rate={rate:g} if none is given." if rate else "."
+    about += f"; learning_rate={rate:g} if no key sets it." if rate else "."
     return dataclasses.make_dataclass(
         f"{''.join(word.title() for word in name.split('_'))}Config",
         [(one, kind, field) for one, (kind, field) in keys.items()],
@@ -132,16 +132,16 @@ def _dataclass(name: str) -> type:
 
 
 def _field(name: str, parameter: inspect.Parameter, meaning: str) -> Any:
-    """Returns the field of a parameter, or None if no key can state its values."""
+    """Returns the field of a parameter, or None if a key cannot have its values."""
     default, kind = parameter.default, str(parameter.annotation)
-    if name == "key":  # Without one optax warns and takes 0.
+    if name == "key":  # If it is not set, optax warns and uses 0.
         default = 0
     rules: dict[str, Any] = {"at_least": None, "optional": "None" in kind}
     if _MEAN.fullmatch(name):
         rules |= {"at_least": 0, "below": 1}
     elif name.startswith("eps"):
         rules["at_least"] = 0
-    elif type(default) is int and default > 0:  # A count.
+    elif type(default) is int and default > 0:  # Such a parameter is a count.
         rules["at_least"] = 1
     if typing.get_origin(parameter.annotation) is typing.Literal:
         rules["choices"] = typing.get_args(parameter.annotation)
@@ -157,7 +157,7 @@ def _field(name: str, parameter: inspect.Parameter, meaning: str) -> Any:
 
 
 def _default(parameters: Mapping, names: tuple[str, ...]) -> float:
-    """Returns the default of the parameter that has one of the names, or 0."""
+    """Returns the default of the parameter with one of the names; 0 if none exists."""
     default = getattr(parameters.get(one_of(names, parameters)), "default", None)
     return float(default) if _is_number(default) else 0.0
 
@@ -167,7 +167,7 @@ def _is_number(value: object) -> bool:
 
 
 def _meanings(doc: str) -> dict[str, str]:
-    """Returns the meanings of parameters by the section "Args" of a docstring."""
+    """Returns the descriptions of parameters from the section "Args" of a docstring."""
     section = re.search(r"^Args:\n((?:[ \t]+.*\n|\n)+)", f"{doc}\n", re.MULTILINE)
     text = textwrap.dedent(section[1]) if section else ""
     entries = re.findall(
@@ -183,7 +183,7 @@ def _sentence(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Returns a text in one line, without the marks of reStructuredText."""
+    """Returns a text as one line, without the markup of reStructuredText."""
     text = re.sub(r":\w+:`~?([^`<]+?)(?: <[^`]*>)?`", r"\1", text)
     text = re.sub(r"`([^`<]+?) <([^`>]*)>`_+", r"\1", text)
     return " ".join(text.replace("``", "`").split())

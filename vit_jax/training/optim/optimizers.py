@@ -22,7 +22,8 @@ class AdamConfig(OptimConfig):
         below=1,
     )
     eps: float = key(
-        1e-8, "Adam's epsilon, which is added to the root of the mean square."
+        1e-8,
+        "Adam's epsilon, which is added to the root of the mean squared gradient.",
     )
 
     def moments(self) -> list[optax.GradientTransformation]:
@@ -40,7 +41,7 @@ class SgdConfig(OptimConfig):
     name: str = key("sgd", "")
     momentum: float = key(
         0.9,
-        "Decay of the running sum of gradients; 0 is SGD without momentum.",
+        "Momentum: decay of the running sum of gradients; 0 is SGD without momentum.",
         below=1,
     )
     nesterov: bool = key(
@@ -61,22 +62,23 @@ class SgdConfig(OptimConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LarsConfig(OptimConfig):
-    """LARS (arXiv:1708.03888), in the form of MAE's linear probe.
+    """LARS (arXiv:1708.03888), as in MAE's linear probe.
 
-    Parameters that `weight_decay_mask` matches have weight decay and a trust ratio, both
-    before the momentum; for the rest it is SGD with momentum.
+    Parameters that `weight_decay_mask` matches have weight decay and a trust ratio,
+    both applied before the momentum. Other parameters are trained by SGD with momentum.
     """
 
     name: str = key("lars", "")
-    momentum: float = key(0.9, "Decay of the running sum of steps.", below=1)
+    momentum: float = key(0.9, "Momentum: decay of the running sum of steps.", below=1)
     trust_coefficient: float = key(
         0.001,
-        "Norm of the step of a parameter, as a multiple of the norm of the parameter.",
+        "Trust coefficient: norm of the update of a parameter before learning rate and "
+        "momentum, as a multiple of the norm of the parameter.",
         above=0,
     )
 
     def moments(self) -> list[optax.GradientTransformation]:
-        # Not optax.lars, which multiplies by the rate before the momentum.
+        # Unlike optax.lars, which multiplies by the learning rate before the momentum.
         return [optax.trace(decay=self.momentum, accumulator_dtype=self.mu_dtype)]
 
     def direction(
@@ -92,15 +94,16 @@ class LarsConfig(OptimConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LambConfig(AdamConfig):
-    """LAMB (arXiv:1904.00962), in the form of timm, which DeiT III trains with.
+    """LAMB (arXiv:1904.00962), as in timm, which was used to train DeiT III.
 
-    Parameters with weight decay have a trust ratio; for the rest it is Adam. timm also
-    clips the gradient: `grad_clip_norm=1.0`.
+    Parameters with weight decay have a trust ratio; other parameters are trained by
+    Adam. timm also clips the gradients, as `grad_clip_norm=1.0` does.
     """
 
     name: str = key("lamb", "")
     eps: float = key(
-        1e-6, "Adam's epsilon, which is added to the root of the mean square."
+        1e-6,
+        "Adam's epsilon, which is added to the root of the mean squared gradient.",
     )
 
     def direction(

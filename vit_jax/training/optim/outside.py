@@ -1,4 +1,4 @@
-"""Adapts optimisers of optax: their arguments, stacked blocks, weight decay and loss."""
+"""Adapts optimisers of optax to configs, to blocks in a scan, and to weight decay."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import Decay, add_decay, decayed
 from vit_jax.training.schedules import Number, Schedule
 
-# Names that optax's functions have for the keys that all optimisers share.
+# Parameters of optax's functions that are set by the keys that all optimisers share.
 RATES = ("learning_rate", "max_learning_rate")
 DECAYS = ("weight_decay", "weight_decay_rate")
 MASKS = ("mask", "weight_decay_mask")
@@ -26,15 +26,15 @@ DTYPES = ("mu_dtype", "accumulator_dtype", "dtype_momentum")
 # These choose their step size themselves, so weight decay cannot be multiplied by a
 # learning rate, and they do not take a mask.
 _DECAY_IN_GRADIENT = ("madgrad", "polyak_sgd")
-# Its steps depend on all parameters, though its rate is not 1 by default.
+# These choose their step size too, though their default learning rate is not 1.
 _FINDS_STEP_SIZE = ("momo_adam",)
-# Below what changes a parameter; at 0, as in the first step of a warmup, those that
-# estimate their steps divide 0 by 0.
+# Optimisers that estimate their step size divide 0 by 0 at a learning rate of 0, as in
+# the first step of a warmup. This rate is too small to change a parameter.
 _LEAST_RATE = 1e-8
 
 
 class OutsideState(NamedTuple):
-    """Steps taken, and the state of optax's optimiser, with the blocks one by one."""
+    """Number of steps taken, and the state of optax's optimiser for separate blocks."""
 
     count: jax.Array
     inner: optax.OptState
@@ -42,11 +42,11 @@ class OutsideState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutsideConfig(OptimConfig):
-    """Base of the dataclasses that are made for functions of optax.
+    """Base of the dataclasses that are created for optimisers of optax.
 
     Attributes:
-      function: optax's function.
-      left_out: names of its parameters that do not become keys.
+      function: function of optax.
+      left_out: names of parameters of the function that do not become keys.
     """
 
     function: ClassVar[Callable[..., optax.GradientTransformation]]
@@ -59,11 +59,12 @@ class OutsideConfig(OptimConfig):
             default = given[name]
             if isinstance(default, tuple) and len(value) != len(default):
                 raise UserError(
-                    f"optim.{name}={value}: it takes {len(default)} numbers, as {default}"
+                    f"optim.{name}={value}: it must have {len(default)} numbers, such as "
+                    f"{default}"
                 )
 
     def arguments(self) -> dict[str, object]:
-        """Returns the arguments of the function that its own keys set."""
+        """Returns the arguments of the function that no key of all optimisers sets."""
         shared = fields(OptimConfig)
         return {
             name: getattr(self, name)
@@ -73,7 +74,7 @@ class OutsideConfig(OptimConfig):
 
     @property
     def _rate_is_factor(self) -> bool:
-        """Whether the rate is by default 1, a factor of steps that it finds by itself."""
+        """Whether the learning rate is a factor of steps, 1 by default."""
         parameters = parameters_of(self.function)
         return parameters[one_of(RATES, parameters)].default == 1.0
 
@@ -88,8 +89,8 @@ class OutsideConfig(OptimConfig):
 
         Args:
           rate: learning rate of the step.
-          decay: weight decay, by the optimiser itself, at the step; None: without.
-          mask: parameters that it decays.
+          decay: weight decay of the step that the optimiser itself applies, or None.
+          mask: parameters with weight decay.
         """
         parameters = parameters_of(self.function)
         arguments = self.arguments() | {one_of(RATES, parameters): rate}
@@ -106,8 +107,9 @@ class OutsideConfig(OptimConfig):
         self, params: dict, rate: Schedule, decay: Decay | None
     ) -> list[optax.GradientTransformation]:
         parameters = parameters_of(self.function)
-        # One that finds its steps by itself decays the weights in proportion: by the
-        # scheduled rate they would be gone.
+        # An optimiser that chooses its step size must apply the weight decay itself, in
+        # proportion to its steps: multiplied by the scheduled rate, about 1, it would
+        # erase the weights.
         finds_rate = self._rate_is_factor
         if finds_rate:
             scheduled = rate
@@ -131,12 +133,13 @@ class OutsideConfig(OptimConfig):
         rate: Schedule,
         make: Callable[..., optax.GradientTransformationExtraArgs],
     ) -> optax.GradientTransformationExtraArgs:
-        """Runs optax's optimiser on the blocks one by one.
+        """Returns a transformation that runs optax's optimiser on separate blocks.
 
         Args:
-          params: model parameters, as arrays or shapes.
-          rate: learning rate by the steps taken.
-          make: function of a rate and the steps taken that returns an optimiser.
+          params: model parameters, arrays or shapes.
+          rate: learning rate as a function of the number of steps taken.
+          make: function of a learning rate and the number of steps taken that returns
+            an optimiser.
         """
         join = functools.partial(stacking.join, like=params)
 
@@ -151,7 +154,7 @@ class OutsideConfig(OptimConfig):
             count, now = state.count, rate(state.count)
             grads = stacking.separate(updates)
             loss = _reverse_mode(lambda params: value_fn(join(params)))
-            # The names by which optimisers of optax ask for the loss.
+            # Optimisers of optax have different names for the loss.
             asked = {"value": value, "obj_fn": loss}
             with _one_line(self.name):
                 tx = make(now, count)
@@ -166,12 +169,13 @@ class OutsideConfig(OptimConfig):
 def _own_decay(
     config: OutsideConfig, decay: Decay, mask: dict
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Returns a function like `make` whose optimisers decay the masked weights."""
+    """Returns a function like `make` for optimisers that apply the weight decay."""
     if one_of(MASKS, parameters_of(config.function)):
         return lambda rate, count: config.make(rate, decay.at(count), mask)
 
     def make(rate, count):
-        # It would decay all parameters: a twin without decay moves the others.
+        # The optimiser would decay all parameters, so parameters outside the mask have
+        # the updates of a second one without decay.
         decaying, twin = config.make(rate, decay.at(count)), config.make(rate)
 
         def update(updates, state, params, **asked):
@@ -186,25 +190,25 @@ def _own_decay(
 
 
 def _without_empty(state: optax.OptState) -> optax.OptState:
-    """Returns a state without its arrays of no elements, which no checkpoint can hold."""
+    """Replaces arrays without elements by None, since checkpoints cannot store them."""
     return jax.tree.map(lambda x: x if x.size else None, state)
 
 
 def _with_empty(state: optax.OptState, shapes: optax.OptState) -> optax.OptState:
-    """Undoes `_without_empty`, for a state of these shapes."""
+    """Reverses `_without_empty` for a state with the given shapes."""
     fill = lambda s, x: x if s.size else jnp.zeros(s.shape, s.dtype)
     return jax.tree.map(fill, shapes, state)
 
 
 def _reverse_mode(function: Callable[[dict], jax.Array]) -> Callable:
-    """Returns the same function of a tree, with second derivatives by reverse mode only.
+    """Returns the same function, with second derivatives by reverse mode only.
 
-    optax takes them by forward mode, which functions with a custom derivative (kernels.py)
-    do not support.
+    optax computes second derivatives by forward mode, which functions with a custom
+    derivative (kernels.py) do not support.
     """
 
     def dot(a, b):
-        # optax.tree.vdot makes vectors: a split parameter would be gathered.
+        # optax.tree.vdot flattens parameters, which gathers split ones on each device.
         return optax.tree.sum(optax.tree.mul(a, b))
 
     gradient, value = jax.custom_jvp(jax.grad(function)), jax.custom_jvp(function)
@@ -228,20 +232,20 @@ def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def one_of(names: tuple[str, ...], parameters: Mapping) -> str | None:
-    """Returns the name that a function has for what several names mean."""
+    """Returns the first of several names that is a parameter; None if there is none."""
     return next((name for name in names if name in parameters), None)
 
 
 @contextlib.contextmanager
 def _one_line(name: str) -> Iterator[None]:
-    """Converts what optax raises to one line."""
+    """Converts errors in optax to a UserError with one line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # What optax raises, and what a network does inside it.
+    except Exception as error:  # Raised by optax, or by the network in its loss.
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"optim.name={name!r}: {type(error).__name__} in optax ({reason}): mend its "
-            "keys, or choose another"
+            f"optim.name={name!r}: {type(error).__name__} in optax ({reason}): change the "
+            "keys of optim, or choose another optimiser"
         ) from error

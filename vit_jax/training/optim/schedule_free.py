@@ -1,7 +1,8 @@
-"""Schedule-free optimisers (arXiv:2405.15682): steps of one sequence, scores of its mean.
+"""Schedule-free optimisers (arXiv:2405.15682), which evaluate a mean of the iterates.
 
-optax's functions wrap Adam or SGD. Here the same wraps the whole chain, so that weight
-decay, layer decay and freezing act on the sequence z that steps, as its authors have it.
+optax's functions wrap only Adam or SGD. Here optax's wrapper is applied to the whole
+chain, so that weight decay, layer decay and freezing act on the iterates z, as in the
+authors' code.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from vit_jax.training.schedules import Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleFreeBase(OptimConfig):
-    """SGD without momentum; see `OutsideConfig` for the attributes."""
+    """Schedule-free SGD; see `OutsideConfig` for the attributes."""
 
     function: ClassVar[Callable[..., optax.GradientTransformation]]
     left_out: ClassVar[tuple[str, ...]] = ()
@@ -27,8 +28,8 @@ class ScheduleFreeBase(OptimConfig):
 
     b1: float = key(
         0.9,
-        "Weight of the mean of the steps in the parameters at which the gradient is "
-        "taken.",
+        "Weight of the mean of the iterates in the parameters at which the gradient is "
+        "computed (beta in the paper).",
         above=0,
         below=1,
     )
@@ -42,7 +43,7 @@ class ScheduleFreeBase(OptimConfig):
         return [
             optax.contrib.schedule_free(
                 optax.chain(*chain),
-                # It counts from 1, and the chain from 0.
+                # optax's wrapper counts steps from 1, the chain from 0.
                 learning_rate=lambda step: rate(step - 1),
                 b1=self.b1,
                 weight_lr_power=self.weight_lr_power,
@@ -53,15 +54,15 @@ class ScheduleFreeBase(OptimConfig):
         is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
         state = next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
         means = optax.contrib.schedule_free_eval_params(state, params)
-        # Where the two sequences are equal, as for frozen parameters, so is the mean, which
-        # rounding may change.
+        # If y and z are equal, as for frozen parameters, the mean is equal too, but
+        # rounding may change it.
         exact = lambda mean, y, z: jnp.where(y == z, y, mean)
         return jax.tree.map(exact, means, params, state.z)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleFreeAdamBase(ScheduleFreeBase):
-    """Adam without momentum."""
+    """Schedule-free Adam."""
 
     def moments(self) -> list[optax.GradientTransformation]:
         return [

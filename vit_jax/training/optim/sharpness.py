@@ -1,7 +1,8 @@
-"""SAM and GSAM: gradients where the loss nearby is worst, for any task and optimiser.
+"""SAM and GSAM: gradients at the highest loss nearby, for any task and optimiser.
 
-SAM (arXiv:2010.01412) climbs from the parameters w along their gradient g to w + e, and
-steps from w by the gradient r at w + e. GSAM (arXiv:2203.08065) also turns r.
+SAM (arXiv:2010.01412) takes a step uphill from the parameters w along the gradient g to
+w + e, and trains w with the gradient r at w + e. GSAM (arXiv:2203.08065) also changes
+the direction of r.
 """
 
 import dataclasses
@@ -24,28 +25,30 @@ from vit_jax.training.schedules import Number, Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(PlainOptimConfig):
-    """Keys of `config.optim` that every optimiser has: SAM's and GSAM's with the rest."""
+    """Keys of `config.optim` that every optimiser has, with those of SAM and GSAM."""
 
     sam_rho: float = key(
         0.0,
-        "SAM (arXiv:2010.01412): length of the step uphill, after which the gradient "
-        "is taken, in two passes per step; 0 is off.",
+        "SAM (arXiv:2010.01412): length rho of the step uphill to the parameters at "
+        "which the gradient is computed; every step then takes two passes. 0 is off.",
     )
     sam_rho_end: float = key(
         0.0,
-        "GSAM: value to which `sam_rho` falls, together with the learning rate, at the "
-        "end of the run; 0 keeps it constant.",
+        "GSAM (arXiv:2203.08065): value of `optim.sam_rho` at the end of the run; it "
+        "decreases with the learning rate. 0 keeps it constant.",
     )
     sam_adaptive: str = key(
         "none",
-        'Scale of the step uphill for each parameter: "none"; its size as in "asam" '
-        '(arXiv:2102.11600); or its size as in big_vision ("scaled").',
+        'Scale of SAM\'s step uphill for each parameter: "none", "asam" for the size '
+        'of the parameter as in ASAM (arXiv:2102.11600), or "scaled" for its size as '
+        "in "
+        "big_vision.",
         choices=("none", "asam", "scaled"),
     )
     sam_batch_size: int = key(
         0,
-        "Number of images that share a step uphill (the m of m-sharpness), on any "
-        "number of devices; 0 is the whole batch.",
+        "Number of images for which SAM computes a common step uphill (the m of "
+        "m-sharpness), on any number of devices; 0 is the whole batch.",
     )
     gsam_alpha: float = key(
         0.0,
@@ -54,8 +57,8 @@ class OptimConfig(PlainOptimConfig):
     )
     gsam_minimize: str = key(
         "robust",
-        'Loss that GSAM lowers beside the surrogate gap: "robust", the loss after the '
-        'step uphill, or "clean", the loss before it.',
+        'Loss that GSAM minimises beside the surrogate gap: "robust", the loss after '
+        'the step uphill, or "clean", the loss before it.',
         choices=("robust", "clean"),
     )
 
@@ -72,7 +75,7 @@ class OptimConfig(PlainOptimConfig):
             raise UserError(
                 f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
                 f"multiple of the {devices} devices, which share these images: "
-                f"set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
+                f"set it to {math.lcm(devices, math.gcd(size, batch_size))}, or to 0 for "
                 "the whole batch"
             )
         groups = batch_size // size
@@ -101,11 +104,11 @@ class OptimConfig(PlainOptimConfig):
 def radius(
     config: OptimConfig, rate: Schedule, peak: Number, run: RunLength
 ) -> Schedule:
-    """Returns the radius rho as a function of the steps already taken.
+    """Returns the radius rho as a function of the number of steps taken.
 
-    With `sam_rho_end` it falls with the learning rate, as GSAM's does: from `sam_rho` at
-    the highest rate to `sam_rho_end` at the last one. Rates of the warmup below the last
-    one have `sam_rho_end` too.
+    With `sam_rho_end` the radius is a linear function of the learning rate, as in GSAM:
+    `sam_rho` at the highest rate, `sam_rho_end` at the last rate. In the warmup, it is
+    `sam_rho_end` for learning rates below the last one.
     """
     high, low = config.sam_rho, config.sam_rho_end
     if not low:
@@ -125,18 +128,18 @@ def climb(
     rho: Schedule,
     moving: Moving = lambda grads, step: grads,
 ) -> GradFn:
-    """Returns a function like `grad_fn` whose gradients are those after a step uphill.
+    """Returns a function like `grad_fn` that computes gradients after a step uphill.
 
-    Its aux (metrics, what updates the task's state) is that of the first pass, at w.
+    Its metrics and statistics are those of the first pass, at the parameters w.
 
     Args:
-      grad_fn: gradients of the loss. It is called twice, with the same keys: both
-        passes have the same dropout.
-      config: section `optim`.
-      rho: length of the step uphill, by the steps taken.
-      moving: function of gradients and the number of steps taken that sets the gradients
-        of parameters that are still frozen to zero. These do not climb, and do not
-        count in GSAM's turn.
+      grad_fn: gradient function of the loss. It is called twice with the same key, so
+        that both passes have the same dropout.
+      config: section `optim` of the config.
+      rho: length of the step uphill, as a function of the number of steps taken.
+      moving: function of gradients and the number of steps taken that sets the
+        gradients of parameters that are still frozen to zero. These parameters do not
+        take part in the step uphill or in GSAM's products.
     """
 
     def gradients(state, batch, key):
@@ -155,12 +158,13 @@ def climb(
 
 
 def perturbation(params: dict, grads: dict, rho: Number, adaptive: str) -> dict:
-    """Returns the step uphill to where the loss is worst, to first order.
+    """Returns the step uphill to the highest loss within rho, to first order.
 
     Args:
-      params: w.
-      grads: g, of the same structure.
-      rho: length of the step; with `adaptive` in units of the parameters' sizes.
+      params: parameters w.
+      grads: gradients g, with the same structure.
+      rho: length of the step; relative to the sizes of the parameters unless `adaptive`
+        is "none".
       adaptive: "none": rho g / |g|, with one norm over all parameters. "asam":
         rho w^2 g / ||w| g| (arXiv:2102.11600). "scaled": rho |w| g / |g|, as in
         big_vision.
@@ -168,7 +172,7 @@ def perturbation(params: dict, grads: dict, rho: Number, adaptive: str) -> dict:
     scale = grads
     if adaptive == "asam":
         scale = jax.tree.map(lambda w, g: jnp.abs(w) * g, params, grads)
-    # Where all parameters are frozen, the gradient is 0, and so is the step.
+    # If all parameters are frozen, the gradient and the step are 0.
     norm = jnp.maximum(optax.tree.norm(scale), jnp.finfo("float32").tiny)
     if adaptive == "asam":
         return jax.tree.map(lambda w, s: rho / norm * jnp.abs(w) * s, params, scale)
@@ -184,23 +188,23 @@ def turned(
     minimize: str,
     moving: Callable[[dict], dict] = lambda grads: grads,
 ) -> dict:
-    """Returns GSAM's gradient; the robust one if `alpha` is 0.
+    """Returns GSAM's gradient; the robust gradient if `alpha` is 0.
 
     Args:
-      clean: g, at the parameters.
-      robust: r, at the end of the step uphill.
-      alpha: weight of the turn.
-      minimize: "robust": r - alpha (g - its part along r), which lowers the loss around
-        the parameters, as in the paper; "clean": g + alpha (r - its part along g), an
-        option of GSAM's code.
-      moving: returns gradients with zeros for parameters that do not move now.
+      clean: gradient g at the parameters.
+      robust: gradient r after the step uphill.
+      alpha: weight of the orthogonal component.
+      minimize: "robust": r - alpha (g - projection of g on r), which lowers the loss
+        around the parameters, as in the paper. "clean": g + alpha (r - projection of r
+        on g), an option of GSAM's code.
+      moving: function that sets the gradients of frozen parameters to zero.
     """
     if not alpha:
         return robust
     along, other, sign = clean, robust, 1
     if minimize == "robust":
         along, other, sign = robust, clean, -1
-    # Not optax.tree.vdot, which makes each parameter a vector: a split one would be gathered.
+    # optax.tree.vdot flattens parameters, which gathers split ones on each device.
     dot = lambda x, y: optax.tree.sum(optax.tree.mul(moving(x), y))
     square = jnp.maximum(dot(along, along), jnp.finfo("float32").tiny)
     part = dot(other, along) / square

@@ -1,4 +1,4 @@
-"""Transformations that know the paths of parameters: masks, norms, weight decay."""
+"""Transformations that depend on paths of parameters: masks, norms, weight decay."""
 
 import re
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
 
     Args:
       params: nested dict of arrays or shapes; a path is
-        "Transformer/encoderblock_0/.../kernel", also where blocks are stacked.
-      patterns: searched for, not anchored.
-      name: config key that holds them, for the message.
+        "Transformer/encoderblock_0/.../kernel", even if blocks are stacked.
+      patterns: regular expressions, which may match anywhere in a path.
+      name: config key of the patterns, for the message.
 
     Returns:
       Nested dict of bools; for stacked blocks that differ, an array that broadcasts
       against the parameter.
 
     Raises:
-      UserError: an expression matches nothing, or is not a regular expression.
+      UserError: a pattern does not match any path, or is not a regular expression.
     """
     paths = []
     stacking.map_paths(params, paths.append)
@@ -52,11 +52,11 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
 
 
 def decayed(params: dict, optim: object) -> dict:
-    """Marks the parameters with weight decay, without those frozen for the whole run.
+    """Marks the parameters with weight decay that are not frozen for the whole run.
 
     Args:
       params: see `match`.
-      optim: section `optim`.
+      optim: section `optim` of the config.
 
     Raises:
       UserError: see `match`.
@@ -73,14 +73,14 @@ def always_frozen(params: dict, optim: object) -> dict:
 
 
 def matched_factors(params: dict, rules: Sequence[str]) -> dict:
-    """Returns factors of the learning rate, the product of all rules that match.
+    """Returns factors of the learning rate: the product over all matching rules.
 
     Args:
       params: see `match`.
-      rules: "REGEX -> FACTOR" each.
+      rules: texts of the form "REGEX -> FACTOR".
 
     Raises:
-      UserError: a rule has another form, or its expression matches nothing.
+      UserError: a rule has another form, or its pattern does not match any path.
     """
     name, factors = "optim.learning_rate_factors", []
     for rule in rules:
@@ -90,16 +90,19 @@ def matched_factors(params: dict, rules: Sequence[str]) -> dict:
         except ValueError:
             arrow = ""
         if not arrow or not pattern:
-            raise UserError(f"{name}: {rule!r} is not 'REGEX -> FACTOR'")
+            raise UserError(
+                f"{name}: {rule!r} is not of the form 'REGEX -> FACTOR': change it, for "
+                "example to 'network/embedding/ -> 0.2'"
+            )
         matched = match(params, [pattern], name)
         factors.append(jax.tree.map(lambda m, f=factor: np.where(m, f, 1.0), matched))
     return jax.tree.map(lambda *of_rules: np.prod(of_rules, axis=0), *factors)
 
 
 def clip_by_part_norm(limit: float) -> optax.GradientTransformation:
-    """Clips the norm of each entry of the gradients by itself, as DINOv2 does.
+    """Clips the norm of each top-level entry of the gradients, as DINOv2 does.
 
-    Entries that are single arrays, such as a mask token, belong to "network".
+    Entries that are single arrays, such as a mask token, count as parts of "network".
     """
     clip = optax.clip_by_global_norm(limit)
 
@@ -121,8 +124,8 @@ _FUSED = re.compile(r"/(query|key|value)/")
 def parameter_norms(tree: dict) -> dict:
     """Returns norms, float32, that broadcast against a tree of parameters or gradients.
 
-    As in the PyTorch code of these methods, each of several stacked blocks has a separate
-    norm, and query, key and value of an attention share one.
+    As in the PyTorch code of these methods, each block has separate norms, even if
+    blocks are stacked, and query, key and value of an attention share one norm.
     """
     squares = {}
 
@@ -146,12 +149,15 @@ def parameter_norms(tree: dict) -> dict:
 
 
 def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
-    """Clips the norm of each gradient, see `parameter_norms`, separately, as DINO does."""
+    """Clips the gradient of each parameter separately, as DINO does.
+
+    The norms are those of `parameter_norms`.
+    """
 
     def update(updates, params=None):
         del params
         return jax.tree.map(
-            # PyTorch's form: the sum avoids a division by 0.
+            # As in PyTorch, the sum avoids a division by 0.
             lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype),
             updates,
             parameter_norms(updates),
@@ -165,12 +171,13 @@ def scale_by_trust_ratio(
 ) -> optax.GradientTransformation:
     """Scales the update of each parameter to the norm of the parameter.
 
-    optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter. If
-    the norm of either is 0, nothing is scaled.
+    Unlike optax.scale_by_trust_ratio, it treats the stacked blocks of a scan
+    separately. If the norm of the update or of the parameter is 0, the update is not
+    scaled.
 
     Args:
-      mask: result of `match`: True is scaled.
-      coefficient: norm of an update by that of its parameter.
+      mask: result of `match`; True marks parameters whose updates are scaled.
+      coefficient: norm of the scaled update, divided by the norm of the parameter.
     """
 
     def scale(update, norm, of_parameter, masked):
@@ -186,11 +193,11 @@ def scale_by_trust_ratio(
 
 
 def trust_note(optim: object, params: dict) -> str:
-    """Returns a warning if parameters with a trust ratio begin with zeros, or "".
+    """Returns a warning if parameters with a trust ratio are all 0 at first, or "".
 
     Args:
-      optim: section `optim` of LARS or LAMB.
-      params: first parameters, nested dict of arrays.
+      optim: section `optim` of the config, for LARS or LAMB.
+      params: initial parameters, nested dict of arrays.
     """
     mask = flatten_dict(decayed(params, optim), sep="/")
     flat = flatten_dict(params, sep="/")
@@ -201,10 +208,11 @@ def trust_note(optim: object, params: dict) -> str:
         return ""
     more = f" and {len(zero) - 3} more" if len(zero) > 3 else ""
     return (
-        f"warning: optim.name={optim.name!r}: {', '.join(zero[:3])}{more} of zeros takes "
-        "hundreds of steps to grow, since the norm of a step is in proportion to that of its "
-        "parameter: set model.init='timm' or another that does not begin with zeros, or "
-        "leave it out of optim.weight_decay_mask"
+        f"warning: optim.name={optim.name!r}: {', '.join(zero[:3])}{more} is initialised to "
+        "zeros and takes hundreds of steps to grow, since the norm of an update is "
+        "proportional to the norm of its parameter: set model.init='timm' or another "
+        "value that does not initialise to zeros, or leave it out of "
+        "optim.weight_decay_mask"
     )
 
 
@@ -212,20 +220,20 @@ class Decay(NamedTuple):
     """Weight decay.
 
     Attributes:
-      weight: a number, or a function of the steps already taken.
-      mask: result of `match`: True decays.
+      weight: a number, or a function of the number of steps taken.
+      mask: result of `match`; True marks parameters with weight decay.
     """
 
     weight: Number | Schedule
     mask: dict
 
     def at(self, step: jax.Array) -> Number:
-        """Returns the weight at a step."""
+        """Returns the weight of the decay at a step."""
         return self.weight(step) if callable(self.weight) else self.weight
 
 
 def add_decay(decay: Decay) -> optax.GradientTransformation:
-    """Adds the weight times the masked parameters."""
+    """Returns a transformation that adds weight decay to updates."""
     weight, mask = decay
     plain = optax.add_decayed_weights(0.0, jax.tree.map(np.any, mask))
 

@@ -1,4 +1,4 @@
-"""Where a run's metrics go too: each tracker is a file here, named by `config.tracker`."""
+"""Experiment trackers: each is a module here, and `config.tracker` names one."""
 
 from vit_jax.config.fields import Registry
 

@@ -1,4 +1,4 @@
-"""Metrics to MLflow (mlflow.org), with the extra `mlflow`."""
+"""The tracker MLflow (mlflow.org), which needs the extra `mlflow`."""
 
 import dataclasses
 import os
@@ -15,28 +15,28 @@ from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.trackers import tracker
 from vit_jax.training.trackers.tracker import TrackerConfig
 
-_MAX_PARAMS = 100  # That a request may hold.
+_MAX_PARAMS = 100  # Maximum number of parameters per request.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlflowConfig(TrackerConfig):
-    """MLflow; its environment variables, as MLFLOW_TRACKING_TOKEN, apply too."""
+    """MLflow; environment variables such as MLFLOW_TRACKING_TOKEN apply too."""
 
     name: str = key(
         "mlflow",
-        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
-        '"my_module:MyConfig".',
+        'Tracker that metrics are sent to in addition to the workdir: "none", "wandb", '
+        '"mlflow" or "my_module:MyConfig".',
         reason="MLflow",
     )
     uri: str = key(
         "",
-        'Address of the server, or file:FOLDER; "" is that of the variable '
-        "MLFLOW_TRACKING_URI.",
+        'Address of the MLflow server, or file:FOLDER; "" uses the environment '
+        "variable MLFLOW_TRACKING_URI.",
         reason="MLflow",
     )
     experiment: str = key(
         "vit_jax",
-        "Experiment that the run belongs to; it is created if it does not exist.",
+        "MLflow experiment of the run; it is created if it does not exist.",
         reason="MLflow",
     )
 
@@ -47,8 +47,8 @@ class MlflowConfig(TrackerConfig):
 class Mlflow(Callback):
     """Sends the config, metrics, scores and the report to MLflow.
 
-    A run that is resumed continues under the same id. Where the server cannot be reached,
-    training continues, and missing metrics are sent with the next ones.
+    A resumed run continues under the same id. If the server cannot be reached, training
+    continues, and missing metrics are sent with the next ones.
 
     Raises:
       UserError: the extra is not installed, or MLflow does not support the URI.
@@ -107,9 +107,9 @@ class Mlflow(Callback):
         try:
             self._client.log_batch(self._id, metrics=self._unsent[:1000])
             self._unsent = self._unsent[1000:]
-        except Exception as error:  # noqa: BLE001 (its stores raise bare ones)
+        except Exception as error:  # noqa: BLE001 (stores raise bare Exceptions)
             print_error(
-                f"error: MLflow: {error}; training continues, and what is missing is sent "
+                f"error: MLflow: {error}; training continues, and missing metrics are sent "
                 "with the next metrics"
             )
 

@@ -1,4 +1,4 @@
-"""Base of all trackers: their section of the config, metric writers, ids of runs."""
+"""Base of all trackers: config section, metric writers, ids of runs."""
 
 import dataclasses
 import json
@@ -22,9 +22,10 @@ Arrays = Mapping[str, np.ndarray | jax.Array]
 class MetricWriter(Protocol):
     """The methods of `clu.metric_writers.MetricWriter`, whose module imports TensorFlow.
 
-    Any object with these methods is one; a class that derives from this one inherits those
-    that it does not need. A run calls `write_hparams`, `write_texts`, `write_scalars`,
-    `write_images`, `flush` and `close`.
+    Any object with these methods is a metric writer. A class that derives from this one
+    needs to define only some of them, since the methods here do nothing. A run calls
+    `write_hparams`, `write_texts`, `write_scalars`, `write_images`, `flush` and
+    `close`.
     """
 
     def write_summaries(
@@ -33,7 +34,7 @@ class MetricWriter(Protocol):
         """Writes tensors for plug-ins of TensorBoard."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Writes numbers, named "part/metric", after `step` steps."""
+        """Writes numbers with names like "train/loss", after `step` steps."""
 
     def write_images(self, step: int, images: Arrays) -> None:
         """Writes images, uint8 (N, Y, X, C) or (Y, X, C), of 1 or 3 channels."""
@@ -42,7 +43,7 @@ class MetricWriter(Protocol):
         """Writes videos, (N, T, Y, X, C)."""
 
     def write_audios(self, step: int, audios: Arrays, *, sample_rate: int) -> None:
-        """Writes sounds, (N, T, C) in [-1, 1], of `sample_rate` Hz."""
+        """Writes sounds, (N, T, C) in [-1, 1], with `sample_rate` in Hz."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts."""
@@ -53,41 +54,41 @@ class MetricWriter(Protocol):
         """Writes histograms of arrays."""
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Writes the config, by dotted keys; once."""
+        """Writes the config, a dict by dotted keys; called once."""
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Writes buffered data."""
 
     def close(self) -> None:
-        """Writes what is buffered, and ends."""
+        """Writes buffered data and closes the writer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
-    """No tracker; the base of every section `config.tracker`."""
+    """No tracker; the base class of every config section `tracker`."""
 
     name: str = key(
         "none",
-        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
-        '"my_module:MyConfig".',
-        reason="Weights & Biases, MLflow and trackers of your own",
+        'Tracker that metrics are sent to in addition to the workdir: "none", "wandb", '
+        '"mlflow" or "my_module:MyConfig".',
+        reason="Weights & Biases, MLflow and trackers in your code",
     )
 
     def callback(self) -> Callback:
-        """Returns a callback of the run."""
+        """Returns the callback of the tracker, which a run calls."""
         return Callback()
 
     def writers(self, workdir: str) -> Sequence[MetricWriter]:
-        """Returns writers of metrics, images and texts of the run in a workdir."""
+        """Returns writers for metrics, images and texts of the run in a workdir."""
         return ()
 
 
 def remembered(workdir: str | os.PathLike, tracker: str) -> str:
-    """Returns the id of the run in a workdir; "" if the tracker does not know it."""
+    """Returns a tracker's id of the run in a workdir; "" if there is none yet."""
     path = epath.Path(workdir) / _FILE
     return json.loads(path.read_text()).get(tracker, "") if path.exists() else ""
 
 
 def remember(workdir: str | os.PathLike, tracker: str, identity: str) -> None:
-    """Stores the id of a run for its next start."""
+    """Stores a tracker's id of the run in a workdir, for its next start."""
     replace_text(epath.Path(workdir) / _FILE, json.dumps({tracker: identity}) + "\n")

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases (docs.wandb.ai), with the extra `wandb`."""
+"""The tracker Weights & Biases (docs.wandb.ai), which needs the extra `wandb`."""
 
 import dataclasses
 import pathlib
@@ -15,26 +15,24 @@ from vit_jax.training.trackers.tracker import TrackerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WandbConfig(TrackerConfig):
-    """Weights & Biases; its environment variables, as WANDB_API_KEY, apply too."""
+    """Weights & Biases; environment variables such as WANDB_API_KEY apply too."""
 
     name: str = key(
         "wandb",
-        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
-        '"my_module:MyConfig".',
+        'Tracker that metrics are sent to in addition to the workdir: "none", "wandb", '
+        '"mlflow" or "my_module:MyConfig".',
         reason="Weights & Biases",
     )
-    project: str = key(
-        "vit_jax", "Project that the run belongs to.", reason="Weights & Biases"
-    )
+    project: str = key("vit_jax", "W&B project of the run.", reason="Weights & Biases")
     entity: str = key(
         "",
-        'User or team that the run belongs to; "" is the default of the account.',
+        'User or team that owns the run in W&B; "" is the default of the account.',
         reason="Weights & Biases",
     )
     mode: str = key(
         "",
-        '"offline" keeps all records in the workdir, for `wandb sync`; "" is the mode '
-        "of the variable WANDB_MODE.",
+        'Mode of W&B: "offline" keeps all records in the workdir, for `wandb sync`; '
+        '"" uses the environment variable WANDB_MODE.',
         reason="clusters without access to the internet",
         choices=("", "online", "offline", "disabled"),
     )
@@ -46,8 +44,8 @@ class WandbConfig(TrackerConfig):
 class Wandb(Callback):
     """Sends metrics, scores and the report to W&B.
 
-    A run that is resumed continues under the same id; a step that is taken again is logged
-    again, with `step` as the axis of all charts.
+    A resumed run continues under the same id. Steps that are taken again are logged
+    again; all charts have `step` as their axis.
 
     Raises:
       UserError: the extra is not installed.
