@@ -4,6 +4,7 @@ import itertools
 import math
 
 import cv2
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -132,7 +133,7 @@ def test_interpolation_is_that_of_the_device():
     for size, classes in (((17, 13), 4), ((3, 2), 70), ((5, 9), 150)):
         maps = np.random.default_rng(0).normal(size=(5, 3, classes))
         maps = maps.astype(np.float32)
-        on_device = np.asarray(segmenter.resize(maps[None], size))[0]
+        on_device = np.asarray(segmenter.resize(jnp.asarray(maps[None]), size))[0]
         np.testing.assert_allclose(interpolate(maps, size), on_device, atol=1e-6)
 
 

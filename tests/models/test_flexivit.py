@@ -105,7 +105,7 @@ def test_a_network_is_that_of_a_resized_kernel_and_so_is_its_gradient(side):
     own = models.create(f"Ti/{side}", image_size=(2 * side, 3 * side), **TINY)
     patches = np.random.default_rng(0).normal(size=(6, side, side, 3)).astype("f")
     image = patches.reshape(2, 3, side, side, 3).swapaxes(1, 2)
-    image = image.reshape(1, 2 * side, 3 * side, 3)
+    image = jnp.asarray(image.reshape(1, 2 * side, 3 * side, 3))
 
     @jax.jit
     def flexible(params):

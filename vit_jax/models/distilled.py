@@ -5,6 +5,7 @@ Letters: B images, N tokens, D model width, L classes.
 
 import dataclasses
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
@@ -54,7 +55,7 @@ class DistilledConfig(ViTConfig):
 class Distilled(VisionTransformer):
     """A Vision Transformer that averages the logits of class and distillation token."""
 
-    def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
+    def prefix_tokens(self, D: int) -> list[Float[Array | np.ndarray, "1 _ D"]]:
         tokens = super().prefix_tokens(D)
         row = initializers.TABLE[self.config.init]
         tokens.insert(1, self.param(_TOKEN, row.class_token, (1, 1, D)))

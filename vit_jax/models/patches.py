@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 
 class PatchSequences(NamedTuple):
@@ -61,8 +61,8 @@ class PatchSequences(NamedTuple):
 
 
 def of_batch(
-    batch: Mapping[str, Array], pixels: Float[Array, "B Y X C"]
-) -> Float[Array, "B Y X C"] | PatchSequences:
+    batch: Mapping[str, Array | np.ndarray], pixels: Num[Array | np.ndarray, "*B Y X C"]
+) -> Num[Array | np.ndarray, "*B Y X C"] | PatchSequences:
     """Returns the input of a network: sequences if a batch has "grids", else pixels."""
     return PatchSequences(pixels, batch["grids"]) if "grids" in batch else pixels
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vit_jax.models import initializers, layers
@@ -111,7 +112,7 @@ class VisionTransformer(nn.Module):
         )
         return embedding(config.stem(images))
 
-    def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
+    def prefix_tokens(self, D: int) -> list[Float[Array | np.ndarray, "1 _ D"]]:
         """Returns the learned tokens that are put before the patches.
 
         Call it in a compact method.

@@ -12,7 +12,7 @@ from vit_jax.config.fields import epochs, key
 from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 
-Number = jax.Array | float
+Number = jax.Array | float | int
 Schedule = Callable[[jax.Array | int], Number]
 
 
