@@ -126,9 +126,9 @@ CASES = [
     ),
     (
         f"{TINY} --config.data.image_size=(8,13)",
-        "image width 13...patch 4...data.image_size...such as 12",
+        "image width 13...patch size 4...data.image_size...such as 12",
     ),
-    (f"{TINY} --config.model.num_heads=5", "width 12...5 heads...model.num_heads"),
+    (f"{TINY} --config.model.num_heads=5", "width=12...num_heads=5...model.num_heads"),
     (
         f"{TINY} '--config.data.train_transform=random_crop(8 | flip'",
         "cannot read 'random_crop(8'...'random_resized_crop(224) | flip'",
