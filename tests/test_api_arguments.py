@@ -190,7 +190,7 @@ CALLS = {
         (lambda m: m.features(PICTURE, layers=3), "layers=3"),
         (lambda m: m.features(PICTURE, layers=()), "layers is empty"),
         (lambda m: m.features(PICTURE, layers=(0, 99)), "layers=99"),
-        (lambda m: m.features(PICTURE, layers=(0, -1)), r"layers=\(0, -1\).*name it"),
+        (lambda m: m.features(PICTURE, layers=(0, -1)), r"layers=\(0, -1\).*keep one"),
         (lambda m: m.features(PICTURE, layers=(0,), norm=1), "norm=1"),
         (lambda m: m.features(None), "images=None"),
         (lambda m: m.attention(3.5), "images=3.5"),

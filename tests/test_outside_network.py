@@ -103,9 +103,7 @@ def test_other_image_sizes_fit_and_summary_counts(found, workdir, capsys):
     summary._show(summary.find(VARIANT, None, 5), 10, False)
     row = capsys.readouterr().out.splitlines()[2].split()
     assert row[:2] == [VARIANT, "224x224"]
-    with pytest.raises(
-        UserError, match="225 is not a multiple of the patch size 4 of conv"
-    ):
+    with pytest.raises(UserError, match="225 is not a multiple of the patch 4 of conv"):
         summary.find(VARIANT, "225", 5)
 
 

@@ -324,7 +324,7 @@ def test_gpus_have_whole_groups_of_stochastic_depth():
     ("options", "message"),
     [
         ({"drop_path_group": 4}, "model.drop_path_group=4: .*'constant'"),
-        ({"rope_rescale": 2.0}, "model.rope='none': .*\"centered\""),
+        ({"rope_rescale": 2.0}, "model.rope='none': .*'centered'"),
     ],
 )
 def test_keys_of_training_that_need_others_are_refused(options, message):

@@ -12,6 +12,7 @@ from helpers import draw_params
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import attention, intermediates, stacking
+from vit_jax.models.patches import Places
 from vit_jax.models.positions import mixed_rotary, relative_bias, rotary
 
 TINY = {"width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 32, "num_classes": 3}
@@ -54,7 +55,8 @@ def test_products_of_turned_vectors_depend_on_the_offset(kind):
 
 def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer():
     rng = np.random.default_rng(0)
-    frequencies = rng.normal(size=(2, 3, 5))  # Down and across, heads, half the width.
+    # Down and across, heads, half the width.
+    frequencies = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.float32)
     found = np.asarray(mixed_rotary.mixed_angles(frequencies, (2, 4)))
     assert found.shape == (3, 8, 5)
     for row in range(2):
@@ -76,10 +78,12 @@ def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer
             assert np.abs(found["logits"] - logits).max() > 1e-4
     # Of images of any size: places in any order, others in each image.
     place = rng.integers(0, 5, (2, 6, 2))
-    places = types.SimpleNamespace(place=jnp.asarray(place))
+    one_each = jnp.zeros((2, 6), jnp.int32)
+    places = Places(one_each, jnp.asarray(place), jnp.full((2, 6, 2), 5), 1)
     at = np.asarray(mixed_rotary.mixed_angles(frequencies, (2, 4), places))
     down, across = place[:, None, :, :1], place[:, None, :, 1:]
-    expected = down * frequencies[0][:, None] + across * frequencies[1][:, None]
+    of_rows, of_columns = np.asarray(frequencies)[:, :, None]
+    expected = down * of_rows + across * of_columns
     np.testing.assert_allclose(at, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -134,7 +138,8 @@ def test_each_block_and_kind_of_jitter_draws_by_itself(monkeypatch):
     plain = rotary.angles("centered", (2, 4), 8, 100.0)
     how = keys[0], plain, 100.0, 0.0
     together, apart = (
-        rotary.jittered_angles(*how, *factors) / plain for factors in ((1, 2), (2, 1))
+        rotary.jittered_angles(*how, *factors) / plain
+        for factors in ((1.0, 2.0), (2.0, 1.0))
     )
     np.testing.assert_allclose(together, together[0, 0, 0], rtol=1e-5)
     rows, columns = apart[..., :2], apart[..., 2:]

@@ -64,7 +64,7 @@ def test_the_linear_head_is_that_of_dinov2_in_pytorch():
     for maps in x:
         variables = {"params": params, "batch_stats": means}
         found, changed = built.head.apply(
-            variables, [maps], train=True, mutable=["batch_stats"]
+            variables, [jnp.asarray(maps)], train=True, mutable=["batch_stats"]
         )
         means = changed["batch_stats"]
         rows = maps.reshape(-1, TINY["width"]).astype(np.float64)
@@ -78,7 +78,7 @@ def test_the_linear_head_is_that_of_dinov2_in_pytorch():
     variables = {"params": params, "batch_stats": means}
     rows = (x[0].reshape(-1, TINY["width"]) - mean) / np.sqrt(variance + 1e-5) * scale
     expected = (rows @ kernel).reshape(4, 2, 3, 5)
-    found = built.head.apply(variables, [x[0]])
+    found = built.head.apply(variables, [jnp.asarray(x[0])])
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

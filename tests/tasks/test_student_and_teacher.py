@@ -67,8 +67,8 @@ def pairs_loss(student, targets, small_weight=1.0):
 
 
 BATCH = {
-    "image": np.zeros((B, G, 8, 8, 3), np.float32),
-    "small_crops": np.zeros((B, S, 4, 4, 3), np.float32),
+    "image": jnp.zeros((B, G, 8, 8, 3)),
+    "small_crops": jnp.zeros((B, S, 4, 4, 3)),
 }
 STUDENT = drawn(0, B, V, K, mean=0.3, deviation=0.2)
 TEACHER = drawn(1, B, V, K, mean=-0.6, deviation=0.1)
@@ -130,6 +130,7 @@ def test_teacher_and_centre_move_by_their_own_momenta(dino_task):
 # Masked patches of each crop; the last places of `index` fill up.
 HIDDEN = np.array([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]] * 2, bool)
 WEIGHTS = np.array([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3, 1 / 3, 0], np.float32) / C
+MASKED = HIDDEN, np.zeros((1, M), np.int32), WEIGHTS
 
 
 def balanced(outputs, temperature):
@@ -195,7 +196,7 @@ def test_each_loss_of_dinov2_reads_its_part_of_student_and_teacher(centering):
         small_weight_end=0.6,
     )
     task = build(config)
-    masked = dinov2.Masked(HIDDEN, np.zeros((1, M), np.int32), WEIGHTS)
+    masked = dinov2.Masked(*map(jnp.asarray, MASKED))
 
     def answers(params, batch, masked, *, train=False, key=None):
         assert train == (key is not None) == ("small_crops" in batch)
@@ -269,7 +270,7 @@ def test_large_and_small_crops_drop_branches_by_themselves(config):
     task._features, task._tokens = features, tokens
     task.head = task.patch_head = types.SimpleNamespace(apply=lambda params, x: x)
     params = dict.fromkeys(("head", "patch_head", "mask_token"), jnp.zeros(()))
-    masked = [dinov2.Masked(HIDDEN, np.zeros((1, M), np.int32), WEIGHTS)]
+    masked = [dinov2.Masked(*map(jnp.asarray, MASKED))]
     given = params, BATCH, *(masked if config.name == "dinov2" else [])
     task.answers(*given, train=True, key=KEY)
     assert len(keys) == len({*keys}) == 2

@@ -455,7 +455,7 @@ def test_the_mean_of_schedule_free_weighs_a_step_by_the_rate_that_it_took():
         ({"name": "lion", "b1": "x"}, "optim.b1='x' is str, but it takes float"),
         ({"name": "lion", "b1": 1.0}, "optim.b1=1.0 must be below 1"),
         ({"name": "muon", "preconditioning": "x"}, "is not one of frobenius, spec"),
-        ({"name": "prodigy", "betas": (0.9,)}, r"optim.betas=\(0.9,\): it takes 2"),
+        ({"name": "prodigy", "betas": (0.9,)}, r"optim.betas=\(0.9,\): .* 2 numbers"),
         ({"name": "prodigy", "mu_dtype": "bfloat16"}, "mu_dtype='bfloat16'.*float32"),
         ({"name": "dpsgd"}, "optim.name='dpsgd': .*gradient of each image"),
         ({"name": "lbfgs"}, "optim.name='lbfgs': .*loss of one batch"),

@@ -87,7 +87,7 @@ def test_hash_does_not_depend_on_the_order_but_on_names_shapes_and_values():
 
 
 def test_a_workdir_that_is_gone_is_said_in_one_line(tmp_path):
-    message = r"run/report.json cannot be written \(No such file or directory\): mend"
+    message = r"run/report.json cannot be written \(No such file or directory\): make"
     with pytest.raises(UserError, match=message):
         run_report.write_report(tmp_path / "run", {})
 

@@ -225,7 +225,7 @@ def test_what_is_frozen_for_now_has_no_part_in_the_step_uphill():
     ("devices", "size", "message"),
     [
         (1, 5, "optim.sam_batch_size=5: must divide batch_size=16"),
-        (4, 2, "multiple of the 4 devices.*: set it to 4 or to 0"),
+        (4, 2, "multiple of the 4 devices.*: set it to 4, or to 0"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(devices, size, message):

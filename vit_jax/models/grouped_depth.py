@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Num
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
@@ -106,7 +106,7 @@ class Kept(NamedTuple):
     order: Int[Array, "groups size"]
     count: int
 
-    def take(self, rows: Float[Array, "B ..."]) -> Float[Array, "S ..."]:
+    def take(self, rows: Num[Array, "B ..."]) -> Num[Array, "S ..."]:
         """Returns the rows of the kept images."""
         # Indexed within groups, so that a batch that is split over devices is not
         # moved.

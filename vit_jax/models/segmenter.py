@@ -27,7 +27,7 @@ from vit_jax.models.model import Model, Params
 from vit_jax.models.network import STATE
 from vit_jax.models.patches import PatchSequences
 
-Map = Float[Array, "B y x D"]
+Map = Float[Array, "B _ _ _"]
 
 _HEAD_INIT = nn.initializers.normal(0.01)
 
@@ -42,7 +42,7 @@ class LinearHead(nn.Module):
     @nn.compact
     def __call__(
         self, maps: Sequence[Map], *, train: bool = False
-    ) -> Float[Array, "B y x L"]:
+    ) -> Float[Array, "B _ _ L"]:
         """Returns the logits of the cells of the largest grid."""
         grid = max(features.shape[1:3] for features in maps)
         x = jnp.concatenate([resize(features, grid) for features in maps], -1)
@@ -80,7 +80,7 @@ class PyramidHead(nn.Module):
             self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
         )(gelu_erf(total))
 
-    def _scales(self, x: Map) -> list[Float[Array, "B _ _ _"]]:
+    def _scales(self, x: Map) -> list[Map]:
         half, quarter = x.shape[-1] // 2, x.shape[-1] // 4
         twice = self._enlarge(x, half)
         fine = gelu_erf(self._norm(self._enlarge(x, half)))

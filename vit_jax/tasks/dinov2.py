@@ -7,7 +7,8 @@ teacher's outputs for every other crop, and for the masked patches of the same c
 The code follows facebookresearch/dinov2 and dinov3, but random choices that are made
 per device there are made per group of images here, on any number of devices. Letters: B
 images, G large and S small crops per image, V = G + S, N patches, M masked patches at
-most, C = B G crops, D width, K outputs.
+most, C = B G crops, D width, K outputs for class tokens, L for
+patches.
 """
 
 import dataclasses
@@ -224,7 +225,7 @@ class Answers(NamedTuple):
     features: Float[Array, "B G D"]
     patches: Float[Array, "C N D"]
     outputs: Float[Array, "B V K"]
-    patch_outputs: Float[Array, "M K"]
+    patch_outputs: Float[Array, "M L"]
 
 
 class Dinov2(Dino):
@@ -476,7 +477,7 @@ class Dinov2(Dino):
 
     def targets(
         self, extra: dict, teacher: Answers, valid: Bool[Array, " M"]
-    ) -> tuple[Float[Array, "B G K"], Float[Array, "M K"]]:
+    ) -> tuple[Float[Array, "B G K"], Float[Array, "M L"]]:
         """Returns the probabilities of a teacher for class tokens and masked patches.
 
         Args:

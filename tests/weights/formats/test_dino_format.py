@@ -52,7 +52,7 @@ def tokens_of(found, size, images):
 
 
 def nhwc(images):
-    return images.transpose(0, 2, 3, 1)
+    return jnp.asarray(images.transpose(0, 2, 3, 1))
 
 
 def opened(place):

@@ -193,7 +193,7 @@ def _bands(head_width: int, temperature: float) -> Float[np.ndarray, " bands"]:
 
 def jittered_angles(
     key: Key[Array, ""],
-    plain: Float[Array, "... N J"],
+    plain: Float[Array | np.ndarray, "... N J"],
     temperature: float,
     shift: float,
     jitter: float,
