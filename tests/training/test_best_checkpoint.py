@@ -236,5 +236,5 @@ def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
     # From then on that is its length.
     assert train(whole, copy)["params_sha256"] == report["params_sha256"]
     shorter = make_config(**stated, total_steps=5, extend_schedule="stretch")
-    with pytest.raises(UserError, match="at step 9 already.*raise total_steps"):
+    with pytest.raises(UserError, match="already at step 9.*raise total_steps"):
         train(shorter, copy)

@@ -25,13 +25,13 @@ DEVICES = 4
 # What a step of a recipe sends beside gradients and scalars (docs/compile.md).
 NEEDS = {
     "contrastive": ("clip", "siglip_lit_coco"),
-    "koleo": ("dinov2", "dinov3"),
-    "sinkhorn": ("dinov3",),
-    "mixup": ("bit_hyperrule", "deit", "mixer", "swin", "vit5"),
+    "koleo": ("dinov2", "dinov3", "dinov3_7b"),
+    "sinkhorn": ("dinov3", "dinov3_7b"),
+    "mixup": ("bit_hyperrule", "deit", "flowers", "mixer", "swin", "vit5"),
     "muon": ("cifar10",),
 }
 WHOLE_GROUPS = {"model.drop_path_group": IMAGES, "task.mask_group": IMAGES}
-KEYS = dict.fromkeys(("dinov2", "dinov3"), WHOLE_GROUPS)
+KEYS = dict.fromkeys(("dinov2", "dinov3", "dinov3_7b"), WHOLE_GROUPS)
 # Recipes whose step has the task, network and optimiser of another's, with that one: only
 # numbers differ. Their own steps are lowered by test_lowering.py.
 ALIKE = {

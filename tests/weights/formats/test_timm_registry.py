@@ -122,7 +122,7 @@ def create(architecture, **changes):
 
 
 _REFUSALS = (
-    "not supported|not an architecture|none of the known formats|not one of"
+    "not supported|not known to be equal|none of the known formats|not one of"
     "|not of a model of this project|is not square|is missing|does not fit the model"
     "|not a multiple of the patch|no model of this project has"
 )
