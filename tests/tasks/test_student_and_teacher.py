@@ -130,7 +130,7 @@ def test_teacher_and_centre_move_by_their_own_momenta(dino_task):
 # Masked patches of each crop; the last places of `index` fill up.
 HIDDEN = np.array([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]] * 2, bool)
 WEIGHTS = np.array([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3, 1 / 3, 0], np.float32) / C
-MASKED = HIDDEN, np.zeros((1, M), np.int32), WEIGHTS
+MASKED = dinov2.Masked(*map(jnp.asarray, (HIDDEN, np.zeros((1, M), int), WEIGHTS)))
 
 
 def balanced(outputs, temperature):
@@ -196,7 +196,6 @@ def test_each_loss_of_dinov2_reads_its_part_of_student_and_teacher(centering):
         small_weight_end=0.6,
     )
     task = build(config)
-    masked = dinov2.Masked(*map(jnp.asarray, MASKED))
 
     def answers(params, batch, masked, *, train=False, key=None):
         assert train == (key is not None) == ("small_crops" in batch)
@@ -204,7 +203,7 @@ def test_each_loss_of_dinov2_reads_its_part_of_student_and_teacher(centering):
         made["outputs"] = made["outputs"][:, : V if train else G]
         return dinov2.Answers(**made)
 
-    task.masked = lambda batch: masked
+    task.masked = lambda batch: MASKED
     task.answers = answers
     task._tokens = lambda params, crops: params["network"]["tokens"]
     params = {"answers": OF_STUDENT}
@@ -270,8 +269,7 @@ def test_large_and_small_crops_drop_branches_by_themselves(config):
     task._features, task._tokens = features, tokens
     task.head = task.patch_head = types.SimpleNamespace(apply=lambda params, x: x)
     params = dict.fromkeys(("head", "patch_head", "mask_token"), jnp.zeros(()))
-    masked = [dinov2.Masked(*map(jnp.asarray, MASKED))]
-    given = params, BATCH, *(masked if config.name == "dinov2" else [])
+    given = params, BATCH, *([MASKED] if config.name == "dinov2" else [])
     task.answers(*given, train=True, key=KEY)
     assert len(keys) == len({*keys}) == 2
 

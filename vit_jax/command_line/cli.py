@@ -331,10 +331,16 @@ def add_image_flags(parser: Parser) -> None:
 
 def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
-    mean = "mean of pixels that are scaled to [0, 1], such as 0.485,0.456,0.406"
-    add("--mean", type=_floats, help=mean)
-    std = "standard deviation of pixels scaled to [0, 1], such as 0.229,0.224,0.225"
-    add("--std", type=_floats, help=std)
+    add(
+        "--mean",
+        type=_floats,
+        help="mean of pixels that are scaled to [0, 1], such as 0.485,0.456,0.406",
+    )
+    add(
+        "--std",
+        type=_floats,
+        help="standard deviation of pixels scaled to [0, 1], such as 0.229,0.224,0.225",
+    )
     add(
         "--interpolation",
         help="resize filter: nearest, bilinear, bicubic, lanczos, box, hamming; or as "
@@ -361,10 +367,17 @@ def _add_preparation(parser: Parser) -> None:
 def add_network_flags(parser: Parser) -> None:
     """Adds flags for options of the network that some files do not record."""
     add = parser.add_argument
-    num_heads = "number of attention heads, if the weights do not record it"
-    add("--num_heads", type=positive, default=0, help=num_heads)
-    architecture = "timm's name of the model, for files without config.json"
-    add("--architecture", default="", help=architecture)
+    add(
+        "--num_heads",
+        type=positive,
+        default=0,
+        help="number of attention heads, if the weights do not record it",
+    )
+    add(
+        "--architecture",
+        default="",
+        help="timm's name of the model, for files without config.json",
+    )
 
 
 def image_flags(flags: argparse.Namespace) -> dict:

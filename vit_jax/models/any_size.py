@@ -17,7 +17,7 @@ from vit_jax.models import flexivit, patches
 from vit_jax.models.flexivit import ResizedPatchEmbedding
 from vit_jax.models.patches import PatchSequences, Places
 from vit_jax.models.repetition import RepeatedEncoder
-from vit_jax.models.vit import VisionTransformer, varied
+from vit_jax.models.vit import VisionTransformer, joined
 from vit_jax.models.vit_config import ViTConfig
 
 
@@ -50,8 +50,7 @@ class AnySizeConfig(ViTConfig):
     def reader(self, module: nn.Module, images: Any) -> nn.Module:
         if self.no_sequences or not isinstance(images, PatchSequences):
             return super().reader(module, images)
-        kind = varied((AnySize, *self.variations))
-        return kind(module.config, module.num_classes, module.grid)
+        return joined(AnySize, module)
 
     def placed(self, num_tokens: int) -> "AnySizeConfig":
         placed = super().placed(num_tokens)

@@ -18,7 +18,7 @@ from vit_jax.models.encoder import BLOCK, ENCODER, Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
 from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
-from vit_jax.models.vit import VisionTransformer, varied
+from vit_jax.models.vit import VisionTransformer, joined
 
 Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences raise a UserError.
 
@@ -217,16 +217,10 @@ class _Classifier(VisionTransformer):
         return self.classify(self.encoder(_EndEncoder)(x))
 
 
-def _part(kind, module):
-    """Returns the part `kind` of a network with its variations."""
-    kind = varied((kind, *module.config.variations))
-    return kind(module.config, module.num_classes, module.grid)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
     """Returns the tokens for the first block, and the positions for each block."""
-    return _part(_Embedding, module).apply({"params": params}, images)
+    return joined(_Embedding, module).apply({"params": params}, images)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -249,13 +243,13 @@ def _attend(block: Block, params, x, given, added=None):
 @functools.partial(jax.jit, static_argnums=0)
 def _classify_tokens(module, params, x):
     """Computes the outputs of the network from the tokens of the last block."""
-    return _part(_Classifier, module).apply({"params": params}, x)
+    return joined(_Classifier, module).apply({"params": params}, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
     """Returns pooling weights, and the gradient of logits with respect to tokens."""
-    end = _part(_Classifier, module)
+    end = joined(_Classifier, module)
     config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape
 

@@ -112,7 +112,7 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
     if model.config.stacked:
         # With separate blocks XLA removes those that the chosen layers do not need.
         model, params = model.replace(scan=False), stacking.unstack(params)
-    _, kept = model.reader(images).apply(
+    _, kept = model.config.reader(model.module, images).apply(
         model.variables(params),
         images,
         train=key is not None,

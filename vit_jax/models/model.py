@@ -129,7 +129,7 @@ class Model:
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
             return self.apply_and_update(params, images, key)[0]
-        module = self.reader(images)
+        module = self.config.reader(self.module, images)
         return module.apply(self.variables(params), images, train=train, rngs=rngs)
 
     def apply_and_update(
@@ -146,7 +146,7 @@ class Model:
         """
         if not self.stateful:
             return self.apply(params, images, train=True, key=key), {}
-        outputs, changed = self.reader(images).apply(
+        outputs, changed = self.config.reader(self.module, images).apply(
             self.variables(params),
             images,
             train=True,
@@ -154,10 +154,6 @@ class Model:
             mutable=[STATE],
         )
         return outputs, changed[STATE]
-
-    def reader(self, images: Images) -> nn.Module:
-        """Returns the module for these images, see `NetworkConfig.reader`."""
-        return self.config.reader(self.module, images)
 
     def variables(self, params: Params) -> dict[str, Params]:
         """Returns the parameters as variable collections of Flax."""
@@ -193,7 +189,7 @@ class Model:
         _warn_of_fewer_bits(self.config.dtype, params, images)
         given = {"visible": visible, "edit_patches": edit_patches}
         given = {name: value for name, value in given.items() if value is not None}
-        return self.reader(images).apply(
+        return self.config.reader(self.module, images).apply(
             self.variables(params),
             images,
             train=train,

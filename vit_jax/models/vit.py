@@ -176,3 +176,11 @@ def varied(variations: tuple[type[VisionTransformer], ...]) -> type[VisionTransf
     if not variations:
         return VisionTransformer
     return type("".join(kind.__name__ for kind in variations), variations, {})
+
+
+def joined(
+    kind: type[VisionTransformer], module: VisionTransformer
+) -> VisionTransformer:
+    """Returns the network of a module with one more variation, as the outermost."""
+    kind = varied((kind, *module.config.variations))
+    return kind(module.config, module.num_classes, module.grid)

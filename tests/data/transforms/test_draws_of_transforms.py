@@ -10,7 +10,13 @@ import recorded_draws
 
 from vit_jax.data import normalization
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import DEVICE_TRANSFORMS, parse, randaugment, views
+from vit_jax.data.transforms import (
+    DEVICE_TRANSFORMS,
+    parse,
+    photometric,
+    randaugment,
+    views,
+)
 from vit_jax.data.transforms import device as device_transforms
 
 B, SIDE = 3, 4
@@ -57,8 +63,6 @@ def test_factors_and_order_of_colour_changes_are_independent(monkeypatch):
     def jitter(images, *drawn):
         given.extend(np.asarray(x, np.float64).reshape(len(x), -1) for x in drawn)
         return images
-
-    from vit_jax.data.transforms import photometric
 
     monkeypatch.setattr(photometric, "jitter", jitter)
     count = 2_000
