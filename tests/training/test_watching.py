@@ -18,7 +18,7 @@ def test_a_run_tells_what_was_slow(tmp_path, monkeypatch, capsys):
     def get(self, i):
         loaded.append(i)
         if len(loaded) == 100:  # Of the batch of step 13.
-            time.sleep(3)
+            time.sleep(6)
         return {"image": self.images[i], "label": int(self.labels[i])}
 
     save = checkpoint.Checkpointer.save
@@ -26,12 +26,12 @@ def test_a_run_tells_what_was_slow(tmp_path, monkeypatch, capsys):
     def stall(self, step, *args):
         began = time.perf_counter()
         if step == 20:  # Slow is what takes more than three times the save of step 10.
-            time.sleep(3 + 5 * saved[0])
+            time.sleep(6 + 5 * saved[0])
         result = save(self, step, *args)
         saved.append(time.perf_counter() - began)
         return result
 
-    monkeypatch.setattr(timers, "_LEAST_SECONDS", 2.0)  # A busy machine has hiccups.
+    monkeypatch.setattr(timers, "_LEAST_SECONDS", 5.0)  # A busy machine has hiccups.
     monkeypatch.setattr(ArraySource, "__getitem__", get)
     monkeypatch.setattr(checkpoint.Checkpointer, "save", stall)
     data = {"train_transform": "central_crop", "prefetch": 1, "num_threads": 1}
@@ -43,12 +43,13 @@ def test_a_run_tells_what_was_slow(tmp_path, monkeypatch, capsys):
     # The threads are a batch ahead.
     assert [phase for _, phase, _ in slow] == ["input", "checkpoint"]
     took = [float(seconds) for *_, seconds in slow]
-    assert took == [pytest.approx(3, abs=1.5), pytest.approx(saved[1], abs=1)]
+    assert took == [pytest.approx(6, abs=2), pytest.approx(saved[1], abs=1)]
     assert [int(step) for step, *_ in slow] == [pytest.approx(12, abs=2), 20]
 
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     lines = [line for line in lines if "train/loss" in line]
-    assert [line["train/slow_steps"] for line in lines] == [0, 1, 1]
+    # A busy machine may make other steps slow; test_timers.py counts them exactly.
+    assert all(line["train/slow_steps"] >= 1 for line in lines[1:])
     stalls = [line["train/checkpoint_stall"] for line in lines]
     assert stalls[0] == 0
     assert stalls[1:] == [pytest.approx(seconds, abs=1) for seconds in saved[:2]]
