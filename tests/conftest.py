@@ -74,7 +74,7 @@ LONG += ("test_docs_pretraining.py", "test_config_commands.py", "test_timm_regis
 LONG += ("test_digits.py", "test_exchanges.py", "test_soak.py", "test_failing_saves.py")
 LONG += ("test_notebooks.py", "test_encoder.py", "test_resume.py", "test_starting.py")
 # Of the fast tests.
-LONG += ("test_api.py", "test_self_supervised.py", "test_optimizers_of_optax.py")
+LONG += ("test_self_supervised.py", "test_configs.py", "test_api.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -18,6 +18,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from vit_jax import models
 from vit_jax.__main__ import load
@@ -38,6 +39,22 @@ RECIPES = sorted(
 
 # The commands of the site run the quick version of these, and the stages that go on from it.
 ON_SITE = ("dinov2", "dinov3", "mae")
+
+
+def slow_but(fast, cases):
+    """Returns the cases of a parametrised test, slow but for those in `fast`.
+
+    A case of several values is a tuple.
+    """
+    cases = [*cases]
+    assert all(case in cases for case in fast), f"{fast} are not among the cases"
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in fast else pytest.mark.slow,
+        )
+        for case in cases
+    ]
 
 
 def commands_of(path):

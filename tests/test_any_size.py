@@ -195,6 +195,7 @@ def test_siglip2_compares_images_of_any_size_with_texts(place, files, siglip2, c
     assert report["test"] == pytest.approx((logits.argmax(-1) == true).mean())
 
 
+@pytest.mark.slow
 def test_figures_have_the_grid_of_their_image(
     place, opened, files, of_one_size, tmp_path
 ):
@@ -319,6 +320,7 @@ def test_patches_of_another_size_are_those_that_training_sees(
     np.testing.assert_allclose(kept(files)[square], expected[square], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
     data = {"name": "folder", "data_dir": str(place / "photos"), "split": "val"}
     data |= {"num_classes": 2, "num_examples": 0, "image_size": (16, 16)}

@@ -15,33 +15,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TINY, run_python, write_weights
+from helpers import TINY, run_python, write_weights, write_workdir
 from PIL import Image
 
 import vit_jax
 from vit_jax.api import models, pretrained_model, training
 from vit_jax.config import fields
 from vit_jax.training import callbacks
+from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOISE = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), np.uint8)
 LABELS = np.arange(64) % 4
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder where the page of the site has run, with its names."""
-    folder, before = tmp_path_factory.mktemp("api"), os.getcwd()
+def copy_recipes(folder):
+    """Copies the recipes; that of digits has two layers, which compile sooner."""
     shutil.copytree(ROOT / "configs", folder / "configs")
-    # Two layers compile in half of the time.
     recipe = folder / "configs" / "digits.py"
     text = recipe.read_text()
     assert text.count("depth=4") == 1
     recipe.write_text(text.replace("depth=4", "depth=2"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The current folder, with recipes, a run whose parameters are drawn, and images."""
+    folder, before = tmp_path_factory.mktemp("api"), os.getcwd()
+    copy_recipes(folder)
+    keys = {"epochs": 0, "total_steps": 1, "optim.warmup_epochs": 0}
+    config = configuration.load(f"{folder}/configs/digits.py", keys)
+    write_workdir(config, folder / "runs" / "digits")
     for i in range(40):
         path = folder / "photos" / f"class{i % 2}" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(NOISE[i, ..., 0]).save(path)
+    os.chdir(folder)
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.slow
+def test_the_page_trains_loads_and_loops(tmp_path, monkeypatch):
+    copy_recipes(tmp_path)
+    monkeypatch.chdir(tmp_path)
     pages = "".join((ROOT / f"docs/{p}.md").read_text() for p in ("python", "own_loop"))
     blocks = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
@@ -52,28 +69,25 @@ def place(tmp_path_factory):
     ):
         assert program.count(long) == 1
         program = program.replace(long, short)
-    module = types.ModuleType("page")
-    os.chdir(folder)
-    try:
-        exec(compile(program, "docs/own_loop.md", "exec"), vars(module))  # noqa: S102
-        yield module
-    finally:
-        os.chdir(before)
-
-
-def test_the_page_trains_loads_and_loops(place):
-    top1 = place.report["final"]["test"]["params"]["top1"]
+    page = types.ModuleType("page")
+    exec(compile(program, "docs/own_loop.md", "exec"), vars(page))  # noqa: S102
+    top1 = page.report["final"]["test"]["params"]["top1"]
     assert top1 > 0.3
-    assert place.scores["test"]["weights"]["examples"] == 397
-    assert [step for step, _ in place.callback.values] == [20, 40, 44]
-    assert np.isfinite(float(place.metrics["loss"]))
-    assert float(place.loss) < 0.693  # Of two classes, before training.
-    assert place.right.mean() > 0.5
+    assert page.scores["test"]["weights"]["examples"] == 397
+    assert [step for step, _ in page.callback.values] == [20, 40, 44]
+    assert np.isfinite(float(page.metrics["loss"]))
+    assert float(page.loss) < 0.693  # Of two classes, before training.
+    assert page.right.mean() > 0.5
 
 
 @pytest.mark.parametrize(
     ("module", "examples"),
-    [(models, 7), (pretrained_model, 14), (training, 19), (callbacks, 5)],
+    [
+        (models, 7),
+        (pretrained_model, 14),
+        pytest.param(training, 19, marks=pytest.mark.slow),
+        (callbacks, 5),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_examples_of_docstrings(place, module, examples):
@@ -111,6 +125,7 @@ assert [vit_jax.train.__name__, vit_jax.evaluate.__name__] == ["train", "evaluat
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_with_other_keys_of_their_network(place):
     load = functools.partial(vit_jax.load_model, "runs/digits", tell=lambda line: None)
     usual, half = load(), load(dtype="bfloat16", drop_path_rate=0.9, crop_fraction=0.5)
@@ -118,7 +133,7 @@ def test_weights_are_loaded_with_other_keys_of_their_network(place):
         half.model.config.dtype == "bfloat16"
         and half.preprocessing.crop_fraction == 0.5
     )
-    images = np.asarray(place.images[:9])
+    images = NOISE[:9]
     assert half.preprocess(images).dtype == jnp.bfloat16
     expected, found = usual(images), load(dtype="bfloat16")(images)
     assert 0 < abs(found - expected).max() < 0.1 * abs(expected).max()
@@ -140,7 +155,7 @@ def test_weights_are_loaded_with_other_keys_of_their_network(place):
 
 def test_images_are_given_in_any_form(place, tmp_path):
     model = vit_jax.load_model("runs/digits", tell=lambda line: None)
-    array = np.asarray(place.images[3])
+    array = NOISE[3, ..., 0]
     picture = Image.fromarray(array)
     picture.save(tmp_path / "three.png")
     stream = io.BytesIO()

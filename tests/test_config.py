@@ -352,6 +352,7 @@ def test_missing_config_file_is_named_with_those_that_exist(recipe):
         config.load("nowhere/a.py")
 
 
+@pytest.mark.slow
 def test_every_key_is_read_somewhere():
     """Model keys are read as arguments by name, lengths through optim.steps.
 

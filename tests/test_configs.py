@@ -597,6 +597,7 @@ def test_crops_are_blurred_as_dinov2_does(stem):
     assert "gaussian_blur(0.5)" in task.small_transform
 
 
+@pytest.mark.slow
 def test_warmups_of_dinov3_end_as_in_its_files():
     """`CosineScheduler`, and of the files with `schedules` `linear_warmup_cosine_decay`."""
     for schedule in ("cosine", "constant"):

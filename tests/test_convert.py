@@ -418,6 +418,7 @@ def mae(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "name"), [("mae", "a.pth"), ("hf_mae", "a")])
 def test_a_run_of_mae_is_written_with_its_decoder(mae, tmp_path, capsys, to, name):
     out = tmp_path / name

@@ -192,6 +192,7 @@ def messages():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "least"), [("troubleshooting", 25), ("launch", 12)])
 def test_every_message_of_the_site_is_one_of_the_code(page, least):
     text = (DOCS / f"{page}.md").read_text()

@@ -125,6 +125,7 @@ def test_classification_writes_numbers_and_a_picture(run, place, tmp_path, capsy
     assert metrics["top1"] == pytest.approx(np.mean(right))
 
 
+@pytest.mark.slow
 def test_tokens_are_merged(run, two, tmp_path):
     reports = []
     for count in (0, 2):
@@ -527,6 +528,7 @@ def two(place):
     return {"model": "two.safetensors"}
 
 
+@pytest.mark.slow
 def test_evaluations_of_features_are_repeated_by_layer(run, two, tmp_path):
     _, err = run("layers", "--layers", f"--out={tmp_path}", **two)
     report = json.loads((tmp_path / "evaluate.json").read_text())

@@ -198,6 +198,7 @@ def _validated(run):
         return [row for row in csv.DictReader(file) if row["split"] == "val"]
 
 
+@pytest.mark.slow
 def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     place, tmp_path
 ):
@@ -267,6 +268,7 @@ def test_a_task_learns_from_what_the_images_have(place, tmp_path):
             command(root, *words, photos=photos, weights=weights)
 
 
+@pytest.mark.slow
 def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     mask_folder.write(tmp_path, 10, "photos", "drawn")
     (tmp_path / "classes.txt").write_text("\n".join(mask_folder.NAMES))
@@ -314,6 +316,7 @@ def test_images_that_keep_their_aspect_have_as_many_patches(place, tmp_path, cho
         command(place, f"--workdir={tmp_path}", "--aspect=wide")
 
 
+@pytest.mark.slow
 def test_images_of_any_aspect_become_a_model(place, tmp_path):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
     assert command(place, *words, "--aspect=keep") == 0
@@ -406,6 +409,7 @@ def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_
         sha_of(photos.with_name("others"), tmp_path / "renamed")
 
 
+@pytest.mark.slow
 def test_photographs_weights_learn_images_of_bands(place, capsys):
     rng = np.random.default_rng(0)
     for split, count in {"train": 12, "val": 4}.items():

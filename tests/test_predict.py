@@ -284,6 +284,7 @@ def test_flags_replace_what_travelled(place, run, pretrained):
     )
 
 
+@pytest.mark.slow
 def test_tokens_are_merged(place, run, tmp_path):
     path = place / "images" / "b.JPG"
     file = tmp_path / "deep.safetensors"

@@ -15,6 +15,7 @@ from helpers import (
     assert_took_three_steps,
     commands_of,
     run_python,
+    slow_but,
 )
 from hosts import xla_flags
 
@@ -29,9 +30,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Programs of evaluations take a third of the time; commands of the site run k-NN.
 EVALUATED = ("b16_i1k", "clip", "segmentation")
 _UNEVALUATED = "--config.evals={}"
+# Of training with labels, with texts and without either.
+FAST = ("b16_i21k", "clip", "deit", "digits", "dinov2", "mae")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(FAST, RECIPES))
 def test_recipe_initialises(recipe):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py")
     if getattr(config.model, "depth", None) == 0:  # Of 12 layers and more: two show it.

@@ -3,7 +3,7 @@ import pathlib
 import re
 
 import pytest
-from helpers import run_command
+from helpers import run_command, slow_but
 
 from vit_jax import models, summary
 from vit_jax.errors import UserError
@@ -103,11 +103,7 @@ def test_the_readme_has_what_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [
-        "Ti/16",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("R26+S/32", "Swin-T")),
-    ],
+    "variant", slow_but(["Ti/16"], ("Ti/16", "R26+S/32", "Swin-T"))
 )
 def test_the_model_zoo_has_what_is_printed(variant, capsys):
     kept = (ROOT / "docs" / "model_zoo.jsonl").read_text().splitlines()

@@ -86,6 +86,7 @@ def draw(loaded, images, names, out, **options):
     return [*write_figures(loaded, images, create(names, {}), out, **options)]
 
 
+@pytest.mark.slow
 def test_all_figures_of_a_folder(place, run, tmp_path):
     images = place / "images"
     code, out, err = run("--images", str(images), "--batch_size=3", "--shown=2")
@@ -448,6 +449,7 @@ def watched(monkeypatch):
     return alive
 
 
+@pytest.mark.slow
 def test_one_layer_of_attention_is_alive_while_figures_are_fed(
     place, tmp_path, watched
 ):
@@ -523,6 +525,7 @@ def test_the_task_and_the_windows_of_a_swin_transformer_are_drawn(tmp_path, plac
         np.testing.assert_allclose(blocks, 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_images_of_bands_are_drawn(tmp_path):
     how = dataclasses.replace(PREPROCESS, pixels="uint16")
     path = tmp_path / "bands.safetensors"

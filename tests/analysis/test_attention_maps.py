@@ -100,6 +100,7 @@ def alive(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_no_layer_is_alive_while_the_next_is_computed(network, alive):
     model, params, images = network
     for consume in (

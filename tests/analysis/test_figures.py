@@ -53,6 +53,7 @@ def test_the_ring_is_on_the_query_patch(patch):
     np.testing.assert_allclose(np.subtract(found, wanted) * [W, H] / 200, 0, atol=0.01)
 
 
+@pytest.mark.slow
 def test_chosen_or_some_layers_are_drawn_and_all_are_in_the_data():
     def drawn(depth, **options):
         picture = attention_sheet(depth, **options)

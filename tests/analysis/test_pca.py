@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import draw_params, slow_but
 
 from vit_jax import models
 from vit_jax.analysis import representations
@@ -24,7 +24,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", slow_but(("registers", "Mixer"), NETWORKS))
 def test_features_of_patches_are_what_the_pooling_averages(name):
     variant, options, grid = NETWORKS[name]
     size = (64, 96) if grid is None else (16, 24)

@@ -83,6 +83,7 @@ def test_a_position_fixes_the_record_and_the_seed_counts():
     np.testing.assert_array_equal(twice[::2], twice[1::2])
 
 
+@pytest.mark.slow
 def test_batches_are_balanced_and_a_run_resumes_exactly(tmp_path):
     config = tiny_config(
         data={"name": "digits", "num_classes": 10, "class_balance": "inverse"}

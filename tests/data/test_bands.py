@@ -231,6 +231,7 @@ def test_a_picture_of_bands_is_grey_or_of_the_first_three():
     assert (shown.dtype, shown.min(), shown.max()) == (np.uint8, 0, 255)
 
 
+@pytest.mark.slow
 def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
     rng = np.random.default_rng(1)
     for split, count in (("train", 16), ("val", 8)):
@@ -351,6 +352,7 @@ def test_transforms_of_the_loader_are_the_same_at_any_depth(dtype, channels):
     np.testing.assert_allclose(how.prepare(image) / scale, expected, atol=5)
 
 
+@pytest.mark.slow
 def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
     images = RNG.integers(0, 65_536, (16, 8, 8, 6), np.uint16)
     labels = np.arange(16) % 2

@@ -122,6 +122,7 @@ def test_names_of_classes_in_prompts():
                 assert (tokens == ways).all(1).any()
 
 
+@pytest.mark.slow
 def test_batches_are_the_same_from_loader_processes(files):
     batches = []
     for num_workers in (0, 1):

@@ -163,6 +163,7 @@ def test_arrays_pass_if_they_are_images(photograph):
             decode(pixels, channels)
 
 
+@pytest.mark.slow
 def test_a_file_below_the_limit_is_read_without_pillows_warning(tmp_path):
     file = tmp_path / "large.gif"
     Image.new("P", (9_500, 9_500)).save(file)  # Of Pillow's own limit 101 %.

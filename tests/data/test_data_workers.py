@@ -150,6 +150,7 @@ def warned_of(tmp_path):
     return folder.parents[1]
 
 
+@pytest.mark.slow
 def test_a_loader_process_survives_warnings_and_names_shared_memory(
     warned_of, run_script
 ):

@@ -332,6 +332,7 @@ def test_the_nearest_pixels_are_those_of_pillow(size):
         np.testing.assert_array_equal(found[0], expected)
 
 
+@pytest.mark.slow
 def test_device_transforms_keep_label_maps_exactly():
     maps = np.stack([regions(i) for i in range(9)])
     images = jnp.asarray(maps[..., None] + 1, jnp.float32)
@@ -473,7 +474,14 @@ def test_a_users_transforms_and_source_take_part(with_masks, tmp_path, monkeypat
         first(open_source(wrong, "train"), wrong)
 
 
-@pytest.mark.parametrize("keys", [{"num_workers": 1}, {"num_threads": 1}, {"hosts": 2}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"num_workers": 1}, marks=pytest.mark.slow),
+        {"num_threads": 1},
+        {"hosts": 2},
+    ],
+)
 def test_the_stream_is_the_same_however_it_is_loaded(with_masks, keys):
     line = "scale_crop(scale=(0.3, 2.0))"
     expected = first(pairs(), with_masks(train_transform=line), 4)

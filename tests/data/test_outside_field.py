@@ -38,8 +38,15 @@ def batches_of(data, stop=9):
         return list(batches)
 
 
-@pytest.mark.parametrize("line", ["", "flip | affine(shift=0.1)"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "line"),
+    [
+        (0, ""),
+        (0, "flip | affine(shift=0.1)"),
+        pytest.param(1, "", marks=pytest.mark.slow),
+        (1, "flip | affine(shift=0.1)"),
+    ],
+)
 def test_a_field_has_the_row_of_its_record(workers, line):
     data = ages_config(num_workers=workers, train_transform=line).data
     batches = batches_of(data)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from helpers import slow_but
 from jax.sharding import AbstractMesh, AxisType
 
 from vit_jax import models
@@ -62,8 +63,7 @@ def fast_shapes(variant, **options):
 FAST = ("Ti/16", "So400m/14", "H/14", "R50+B/16", "R152x2")
 # A variant of each width: the size of patches changes nothing but the embedding.
 OTHERS = {name.partition("/")[0]: name for name in variants.NAMES}
-OTHERS = [name for name in OTHERS.values() if name not in FAST]
-EVERY = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+EVERY = slow_but(FAST, dict.fromkeys([*FAST, *OTHERS.values()]))
 
 
 @pytest.mark.parametrize("variant", EVERY)

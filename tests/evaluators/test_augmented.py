@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import draw_params, slow_but
 from PIL import Image
 
 from vit_jax import models
@@ -27,7 +27,11 @@ def made(loss="softmax"):
 
 
 @pytest.mark.parametrize(
-    ("views", "loss"), [*zip(VIEWS, ("softmax", "sigmoid", "softmax"), strict=True)]
+    ("views", "loss"),
+    slow_but(
+        [("flip", "softmax"), ("five_crops", "sigmoid")],
+        zip(VIEWS, ("softmax", "sigmoid", "softmax"), strict=True),
+    ),
 )
 def test_probabilities_are_the_mean_over_the_views(views, loss):
     model, found = made(loss)
@@ -61,6 +65,7 @@ def test_half_a_pixel_of_the_centre_is_rounded_down():
     assert corners == [(1, 2), (0, 0), (0, 5), (3, 0), (3, 5)]
 
 
+@pytest.mark.slow
 def test_predictions_and_evaluations_take_views(tmp_path):
     _, found = made()
     rng = np.random.default_rng(0)

@@ -135,6 +135,7 @@ def place(tmp_path_factory):
     return folder, report["final"], evals
 
 
+@pytest.mark.slow
 def test_a_run_tells_classes_by_their_names(place):
     _, final, _ = place
     assert final["names"]["params"]["top1"] == 1.0
@@ -155,6 +156,7 @@ def evaluate(folder, evals, model=None, *, use_ema=True, **data):
     return {name: scores["weights"] for name, scores in found.items()}
 
 
+@pytest.mark.slow
 def test_weights_are_evaluated_as_the_run_was(place):
     folder, final, evals = place
     for use_ema, name in ((False, "params"), (True, "ema")):
@@ -164,6 +166,7 @@ def test_weights_are_evaluated_as_the_run_was(place):
                 assert found[key] == pytest.approx(final[key][name], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_recipes_of_evaluations_give_the_scores_of_the_run(place, capsys):
     folder, final, _ = place
     for name, of_run, key in (
@@ -181,6 +184,7 @@ def test_recipes_of_evaluations_give_the_scores_of_the_run(place, capsys):
         assert scores == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_other_names_of_classes(place):
     folder, _, _ = place
 
@@ -196,6 +200,7 @@ def test_other_names_of_classes(place):
         score(names, ("a thing",))
 
 
+@pytest.mark.slow
 def test_wordnet_ids_of_imagenet_are_put_into_words(place, tmp_path):
     folder, _, _ = place
     ids = {"ant": "n02219486", "bee": "n02206856"}
@@ -244,6 +249,7 @@ def test_texts_are_canonical_as_big_visions():
     assert image_text.canonical("Crane, bird", ",") == "crane, bird"
 
 
+@pytest.mark.slow
 def test_weights_without_a_text_tower_are_refused(place, tmp_path):
     folder, _, evals = place
     plain = trees.checkpoint(trees.encoder(), preprocess=Preprocess((12, 12)))
@@ -255,6 +261,7 @@ def test_weights_without_a_text_tower_are_refused(place, tmp_path):
         evaluate(folder, evals)
 
 
+@pytest.mark.slow
 def test_images_are_compared_with_texts_in_python(place):
     folder, _, _ = place
     model = vit_jax.load_model(folder / "run", tell=lambda _: None)
@@ -273,6 +280,7 @@ def test_images_are_compared_with_texts_in_python(place):
         model.zero_shot(paths, [])
 
 
+@pytest.mark.slow
 def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
     folder, _, _ = place
     photo = str(folder / "val" / "bee" / "1.png")

@@ -112,6 +112,7 @@ def test_an_image_of_the_networks_shape_has_the_same_classes_as_a_window(place):
         assert (one == other).mean() > 0.999  # Their sums are rounded differently.
 
 
+@pytest.mark.slow
 def test_images_of_any_size_are_classified_whole(place, predict, tmp_path, capsys):
     files = sorted((place / "images").rglob("?.png"))
     files = [file for file in files if file.name != "c.png"]

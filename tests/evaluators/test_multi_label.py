@@ -94,6 +94,7 @@ def run(tmp_path_factory):
     return root, rows, report
 
 
+@pytest.mark.slow
 def test_a_run_learns_both_labels(run):
     _, _, report = run
     scores = report["final"]["val"]["params"]
@@ -102,6 +103,7 @@ def test_a_run_learns_both_labels(run):
     assert report["best"]["score"] == scores["map"]
 
 
+@pytest.mark.slow
 def test_predictions_are_all_labels_above_the_threshold(run, tmp_path, capsys):
     root, rows, _ = run
     exported = tmp_path / "pairs.safetensors"
@@ -124,6 +126,7 @@ def test_predictions_are_all_labels_above_the_threshold(run, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
 
 
+@pytest.mark.slow
 def test_a_part_of_the_classes_is_scored_alone(run, capsys):
     root, rows, report = run
     table = root / "green.jsonl"

@@ -59,6 +59,7 @@ def features_of(model, params, source):
     return np.asarray(jax.jit(model.apply)(params, images)["pre_logits"])
 
 
+@pytest.mark.slow
 def test_every_kind_is_scored_as_its_own_function_does(passed):
     config = config_of({"val": "val", "few": FEW, "knn": KNN, "probe": PROBE})
     suite, model = suite_of(config)
@@ -223,6 +224,7 @@ def test_layers_of_several_evaluations_share_a_pass(passed):
     assert scores["probe"]["params"]["top1"] > 0.3
 
 
+@pytest.mark.slow
 def test_a_run_scores_features_of_layers(tmp_path):
     evals = {"joined": KNN | {"layers": (0, -1)}, "last": KNN}
     config = tiny_config(total_steps=2, model={"depth": 2}, evals=evals)

@@ -46,7 +46,10 @@ def by_hand(params, images, patch, full):
     return (x * norm["scale"] + norm["bias"]).mean(1)
 
 
-@pytest.mark.parametrize(("size", "full"), [((4, 24), "row"), ((24, 4), "column")])
+@pytest.mark.parametrize(
+    ("size", "full"),
+    [((4, 24), "row"), pytest.param((24, 4), "column", marks=pytest.mark.slow)],
+)
 def test_on_one_line_it_is_full_attention(size, full):
     model = models.create("Axial-B/4", num_classes=0, image_size=size, **TINY)
     params = draw_params(model)
@@ -82,6 +85,7 @@ def test_patches_attend_along_rows_and_columns_alone():
     assert (columns > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_it_has_twice_the_blocks_of_a_vit():
     patch, size = 16, SIZES["B"]
     axial = models.create("Axial-B/16", num_classes=1_000)
@@ -111,6 +115,7 @@ def test_what_is_none_is_refused(changes, message):
         models.create(**stated | changes)
 
 
+@pytest.mark.slow
 def test_a_run_is_a_model_for_another_size_of_image(tmp_path):
     config = fields.to_dict(tiny_config(total_steps=1, data={"image_size": (16, 16)}))
     model = {"variant": "Axial-S/4", "dropout": 0.1, **TINY, "depth": 1}

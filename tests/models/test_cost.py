@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_but
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -213,6 +214,7 @@ def kept(model, *, traced):
     return sizes[1] - sizes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["map", "gated", "hybrid"])
 def test_sharing_the_trace_of_equal_units_changes_nothing(kind):
     model = small(kind)
@@ -227,6 +229,7 @@ def test_activations_are_about_what_jax_holds_when_it_computes():
     assert 1 <= kept(model, traced=False) / cost.activation_bytes(model) < 1.1
 
 
+@pytest.mark.slow
 def test_activations_follow_the_dtype_and_the_dropout():
     model = small("vit")
     half = cost.activation_bytes(model, "bfloat16")
@@ -281,10 +284,6 @@ def table6():
     return [tuple(row[i] for i in columns) for row in table["rows"]]
 
 
-# Stems of the same kind as those of others, only larger.
-LARGE = ("ResNet101", "ResNet152", "ResNet200", "R50x1+ViT-B/32", "R50x1+ViT-L/32")
-
-
 @functools.cache
 def exaflops_per_epoch(variant):
     model = models.create(variant, num_classes=JFT_CLASSES)
@@ -293,10 +292,7 @@ def exaflops_per_epoch(variant):
 
 @pytest.mark.parametrize(
     ("name", "epochs", "exaflops"),
-    [
-        pytest.param(*row, marks=pytest.mark.slow if row[0].startswith(LARGE) else ())
-        for row in table6()
-    ],
+    slow_but([("ViT-B/16", 7, 224), ("ResNet50x1", 7, 50)], table6()),
 )
 def test_exaflops_agree_with_table_6(name, epochs, exaflops):
     variant = name.replace("ViT-", "").replace("ResNet", "R")

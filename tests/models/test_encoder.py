@@ -181,6 +181,7 @@ def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
         assert fewest <= differ <= most, (layer, differ)
 
 
+@pytest.mark.slow
 def test_policies_keep_less_and_compute_more_in_this_order():
     options = {"width": 36, "mlp_dim": 52, "scan": True}
     order = ("none", "dots", "attention", "full")
@@ -278,6 +279,7 @@ def test_a_resnet_has_no_blocks_to_scan(option):
         models.create("R50x1", num_classes=5, **{option: "full"})
 
 
+@pytest.mark.slow
 def test_stochastic_depth_may_be_alike_in_all_blocks():
     keys = {"depth": 1, "drop_path_rate": 0.5}
     counts = []

@@ -86,7 +86,10 @@ def sequence_of(patches, grid):
     return PatchSequences(jnp.asarray(pixels)[None], jnp.array([[grid]]))
 
 
-@pytest.mark.parametrize("options", [{}, {"pool": "gap", "rope": "axial"}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"pool": "gap", "rope": "axial"}],
+)
 def test_a_network_sees_grown_patches_as_before(options):
     model = models.create("Ti/4", image_size=(8, 12), **TINY, **options)
     params = draw_params(model)
@@ -98,7 +101,7 @@ def test_a_network_sees_grown_patches_as_before(options):
         np.testing.assert_allclose(found["logits"], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("side", [3, 8])
+@pytest.mark.parametrize("side", [pytest.param(3, marks=pytest.mark.slow), 8])
 def test_a_network_is_that_of_a_resized_kernel_and_so_is_its_gradient(side):
     model = models.create("Ti/4", image_size=(8, 12), **TINY)
     params = draw_params(model)

@@ -133,9 +133,10 @@ def assert_as_theirs(params, original):
     ("init", "originals"),
     [
         ("timm", ("deit", "dino", "vit5", "dinov3")),
-        ("dinov2", ("dinov2",)),
+        pytest.param("dinov2", ("dinov2",), marks=pytest.mark.slow),
         ("mae", ("mae",)),
-        ("simmim", ("simmim",)),  # Two blocks, of which the second has half the first.
+        # Two blocks, of which the second has half the first.
+        pytest.param("simmim", ("simmim",), marks=pytest.mark.slow),
     ],
 )
 def test_a_network_begins_as_the_original(init, originals):
@@ -144,13 +145,16 @@ def test_a_network_begins_as_the_original(init, originals):
         assert_as_theirs(params, original)
 
 
+@pytest.mark.slow
 def test_a_clip_begins_as_the_original():
     params = first_values(["clip"], "B/8", init="clip", **CLIP)
     assert_as_theirs(params, "clip")
     assert_as_theirs(first_values_of_text(), "clip_text")
 
 
-@pytest.mark.parametrize("original", ["swin", "swin_v2"])
+@pytest.mark.parametrize(
+    "original", ["swin", pytest.param("swin_v2", marks=pytest.mark.slow)]
+)
 def test_a_swin_begins_as_the_original(original):
     variant = "SwinV2-T/w8" if original == "swin_v2" else "Swin-T"
     assert_as_theirs(first_values([original], variant, **SWIN), original)

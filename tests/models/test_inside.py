@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_vit
 import pytest
+from helpers import slow_but
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -40,19 +41,24 @@ def test_layers_are_those_of_a_network_written_out(pool):
         np.testing.assert_allclose(ours, logits, atol=1e-4)
 
 
+FEW = [
+    {"distillation": True, "fc_norm": True},
+    {"num_register_tokens": 2, "layer_scale_init": 0.5, "activation": "swiglu"},
+]
+OTHERS = [
+    {"pool": "gap", "class_token": True, "representation_layer": True},
+    {"pool": "none", "posemb": "sincos2d", "posemb_placement": "shared"},
+    {"posemb": "learned2d", "posemb_placement": "every", "num_classes": 0},
+    {"posemb": "relative", "posemb_placement": "every", "activation": "gelu"},
+    {"posemb": "relative", "posemb_placement": "shared", "layer_norm_eps": 1e-2},
+    {"variant": "R50+B/32", "stage_depths": (1,), "stem_width": 32},
+    {"dtype": "bfloat16", "pool": "map"},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"distillation": True, "fc_norm": True},
-        {"pool": "gap", "class_token": True, "representation_layer": True},
-        {"pool": "none", "posemb": "sincos2d", "posemb_placement": "shared"},
-        {"posemb": "learned2d", "posemb_placement": "every", "num_classes": 0},
-        {"posemb": "relative", "posemb_placement": "every", "activation": "gelu"},
-        {"posemb": "relative", "posemb_placement": "shared", "layer_norm_eps": 1e-2},
-        {"variant": "R50+B/32", "stage_depths": (1,), "stem_width": 32},
-        {"num_register_tokens": 2, "layer_scale_init": 0.5, "activation": "swiglu"},
-        {"dtype": "bfloat16", "pool": "map"},
-    ],
+    slow_but(FEW, FEW + OTHERS),
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_the_last_tokens_lead_to_what_apply_gives(options):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import draw_params, slow_but
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -42,7 +42,7 @@ def made(name, **options):
     return model, draw_params(model), images, shapes
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", slow_but(("fc_norm", "Axial"), NETWORKS))
 def test_layers_have_their_shapes_and_the_last_is_what_the_classifier_pools(name):
     model, params, images, shapes = made(name)
     numbers = range(model.num_layers)
@@ -85,7 +85,9 @@ def test_blocks_give_the_tokens_that_attention_figures_see():
     assert prefix(params, images)[0].shape == (2, 3, 12)
 
 
-@pytest.mark.parametrize("layers", [(-1,), (0, -1)])
+@pytest.mark.parametrize(
+    "layers", [pytest.param((-1,), marks=pytest.mark.slow), (0, -1)]
+)
 def test_a_scan_has_the_same_features(layers):
     model, params, images, _ = made("positions", scan=False)
     scanned = model.replace(scan=True)

@@ -5,6 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from vit_jax.models import grouped_depth, kernels, layers
 from vit_jax.models.encoder import Block
@@ -197,6 +198,7 @@ def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
     assert kernels.dropout(x, 0.0, key) is x
 
 
+@pytest.mark.slow
 def test_patch_embedding_is_a_convolution():
     images = jax.random.normal(jax.random.key(0), (2, 9, 13, 3))
     both = layers.PatchEmbedding(5, 4), nn.Conv(5, (4, 4), (4, 4), "VALID")

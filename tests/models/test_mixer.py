@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import draw_params, tiny_config
+from helpers import draw_params, slow_but, tiny_config
 from jax.sharding import PartitionSpec
 from trees import specs
 
@@ -66,7 +66,10 @@ def test_timms_activation_is_an_option(original):
     assert np.abs(found - io["logits"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", [n for n in models.names() if n.startswith("Mixer")])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["Mixer-B/16"], [n for n in models.names() if n.startswith("Mixer")]),
+)
 def test_published_sizes_have_their_parameters(name):
     letter, patch = name.removeprefix("Mixer-").split("/")
     size, patch = SIZES[letter], int(patch)
@@ -111,6 +114,7 @@ def test_what_is_no_mixer_is_refused(changes, message):
         models.create(**stated | changes)
 
 
+@pytest.mark.slow
 def test_a_run_is_a_model_that_is_written(tmp_path):
     config = fields.to_dict(tiny_config(total_steps=1, data={"image_size": (16, 16)}))
     config |= {"model": {"variant": "Mixer-S/4", **TINY, "depth": 1}}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_but
 from jax.extend import core
 
 from vit_jax import models, weights
@@ -166,8 +167,13 @@ def products(jaxpr):
             yield from products(inner)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    slow_but(
+        [(name, "bfloat16") for name in ("Ti/8", "Swin-T", "R50x1")],
+        itertools.product(KINDS, ("float32", "bfloat16")),
+    ),
+)
 def test_the_dtype_of_the_computation_is_that_of_the_network(variant, dtype):
     model = models.create(
         variant, num_classes=3, image_size=(16, 24), dtype=dtype, **KINDS[variant]

@@ -36,6 +36,7 @@ def images():
     return jax.random.normal(jax.random.key(1), (2, 4 * Y, 4 * X, 3))
 
 
+@pytest.mark.slow
 def test_a_block_of_ones_own_has_another_attention(images):
     model, plain = of("own_block:TemperedConfig"), build("B/4")
     params = draw_params(model)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TINY, draw_params, tiny_config
+from helpers import TINY, draw_params, slow_but, tiny_config
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -25,7 +25,7 @@ def build(**options):
     return models.create("B/4", num_classes=5, image_size=(8, 12), **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["token"], KINDS))
 def test_each_image_has_the_outputs_of_half_of_its_patches(kind):
     model = build(**KINDS[kind])
     params = draw_params(model)
@@ -48,6 +48,7 @@ def test_each_image_has_the_outputs_of_half_of_its_patches(kind):
     assert len({*near.argmax(0)}) > 1
 
 
+@pytest.mark.slow
 def test_at_least_one_patch_stays_and_evaluation_drops_none():
     dropping, plain = build(patch_dropout=0.99), build(patch_dropout=0.0)
     params = draw_params(plain)

@@ -72,9 +72,14 @@ def test_mae_resizes_its_fixed_positions(side):
 @pytest.mark.parametrize(
     "options",
     [
-        {"posemb_placement": "every", "posemb_resize": "bicubic", "scan": True},
+        pytest.param(
+            {"posemb_placement": "every", "posemb_resize": "bicubic", "scan": True},
+            marks=pytest.mark.slow,
+        ),
         {"posemb": "learned2d", "pool": "gap", "posemb_placement": "shared"},
-        {"distillation": True, "num_register_tokens": 2},
+        pytest.param(
+            {"distillation": True, "num_register_tokens": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

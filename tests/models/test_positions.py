@@ -93,7 +93,9 @@ def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
     assert count == {"stem": tables, "shared": tables, "every": 3 * tables}
 
 
-@pytest.mark.parametrize("kind", ["learned2d", "sincos2d"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("learned2d", marks=pytest.mark.slow), "sincos2d"]
+)
 def test_positions_act_before_the_layers_they_are_meant_for(kind):
     """With silent blocks the encoder's input to its last norm is a plain sum."""
     images = jax.random.normal(jax.random.key(1), (2, 4 * Y, 4 * X, 3))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recorded_draws
-from helpers import draw_params
+from helpers import draw_params, slow_but
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -53,6 +53,7 @@ def test_products_of_turned_vectors_depend_on_the_offset(kind):
     assert abs(products[0, 1] - products[0, 4]) > 1e-3
 
 
+@pytest.mark.slow
 def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer():
     rng = np.random.default_rng(0)
     # Down and across, heads, half the width.
@@ -111,6 +112,7 @@ def test_jittered_positions_are_those_moved_and_stretched():
         assert (abs(moved[0, 0, [0, 2]]) <= 0.2 * 2 * np.pi + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_positions_are_jittered_in_training_alone():
     model = build(rope="centered", posemb="none", rope_rescale=2.0)
     params = draw_params(model)
@@ -176,11 +178,7 @@ def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
     assert patches[3, 0] == 12 and patches[0, 3] == 2
 
 
-FAST = ("axial", "mixed", "shared biases", "norms", "two final norms")
-SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in FAST]
-
-
-@pytest.mark.parametrize("kind", [*FAST, *SLOW])
+@pytest.mark.parametrize("kind", slow_but(["axial"], KINDS))
 def test_a_scan_and_block_by_block_are_the_same_network(kind):
     model, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
     params = draw_params(model)

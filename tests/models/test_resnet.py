@@ -31,6 +31,7 @@ def test_kernel_is_standardised_over_each_output_channel(of_deviation):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resnet_takes_any_size_and_starts_at_its_head_bias():
     model = models.create(
         "R50x1",

@@ -1,10 +1,12 @@
 """Heads for masks: shapes for every kind of network, the linear one as PyTorch's."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TINY, draw_params
+from helpers import TINY, draw_params, slow_but
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -29,8 +31,13 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("head", ["linear", "pyramid"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "head"),
+    slow_but(
+        [("scan", "linear"), ("Mixer", "pyramid")],
+        itertools.product(NETWORKS, ("linear", "pyramid")),
+    ),
+)
 def test_every_network_with_patches_takes_every_head(network, head):
     variant, keys = NETWORKS[network]
     model = models.create(variant, num_classes=0, image_size=(16, 32), **keys)
@@ -88,6 +95,7 @@ def test_a_network_without_such_a_layer_is_refused():
         segmenter.build(model, "linear", (7,), 0, num_classes=5)
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_are_those_of_blocks_one_by_one():
     options = dict(
         num_classes=0, image_size=(8, 12), dropout=0.0, **TINY | {"depth": 3}

@@ -60,7 +60,12 @@ def apply_of(model):
     [
         ("swin_v1", {}, 1e-5),
         ("swin_v2", {}, 1e-5),
-        ("swin_v2_pretrained_window", {"pretrained_window_sizes": (8, 4)}, 1e-5),
+        pytest.param(
+            "swin_v2_pretrained_window",
+            {"pretrained_window_sizes": (8, 4)},
+            1e-5,
+            marks=pytest.mark.slow,
+        ),
         ("swin_v2_clamped_scale", {}, 1e-4),
     ],
 )
@@ -124,6 +129,7 @@ def test_bias_tables_are_resized_as_each_library_does(method, library, sizes):
 
 
 # Parameters and multiply-accumulates (10^9) of Microsoft's model hub.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "side", "millions", "billions"),
     [
@@ -161,6 +167,7 @@ def test_v2_begins_with_branches_that_add_nothing():
     )
 
 
+@pytest.mark.slow
 def test_stochastic_depth_skips_the_branches_of_whole_images():
     model = models.create(
         "Swin-T", num_classes=0, image_size=(16, 16), drop_path_rate=0.9, **TINY
@@ -198,6 +205,7 @@ def test_what_is_no_swin_is_refused(changes, message):
         models.create(**stated | changes)
 
 
+@pytest.mark.slow
 def test_a_run_is_a_model_for_another_size_and_window(tmp_path):
     config = fields.to_dict(tiny_config(total_steps=1, data={"image_size": (16, 16)}))
     model = {"variant": "Swin-T", **TINY, "stage_depths": (1, 2)}

@@ -176,7 +176,7 @@ def test_options_of_an_earlier_version_build_the_model():
         ({"distillation": True}, (2, 12)),
     ],
 )
-@pytest.mark.parametrize("num_classes", [0, 5])
+@pytest.mark.parametrize("num_classes", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
     model = create(num_classes=num_classes, **options)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -187,6 +187,7 @@ def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
         assert out["logits"].shape == (*shape[:-1], num_classes)
 
 
+@pytest.mark.slow
 def test_both_tokens_and_both_classifiers_begin_as_the_key_says():
     given = {"distillation": True, "width": 384, "depth": 1, "num_heads": 4}
     for init, std in (("google", 0.0), ("timm", 0.02)):
@@ -199,7 +200,7 @@ def test_both_tokens_and_both_classifiers_begin_as_the_key_says():
             assert float(found.std()) == pytest.approx(std, rel=0.15)
 
 
-@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize("registers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_pools_leave_registers_out_and_take_their_own_tokens(registers):
     kept = {"class_token": True, "num_register_tokens": registers}
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))

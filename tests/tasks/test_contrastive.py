@@ -102,6 +102,7 @@ def config(**keys):
     return tiny_config(**sections | keys)
 
 
+@pytest.mark.slow
 def test_a_step_on_8_devices_is_that_on_1():
     # Adam would blow up the noise of gradients that are 0, as those of keys' biases.
     complete = config(batch_size=16, optim={"name": "sgd", "learning_rate": 0.1})
@@ -169,6 +170,7 @@ def test_a_file_of_ours_has_the_text_tower(run, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, one.params, pretrained.params)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_both_towers_of_another_and_one_may_be_locked(run, tmp_path):
     workdir, _ = run
     init = {"checkpoint": str(workdir), "use_ema": False}

@@ -180,6 +180,7 @@ def test_cross_entropies_are_those_of_all_pairs():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_drop_path_is_the_students_alone():
     """The teacher answers the same whatever is drawn; the student does not."""
     task = dino.Dino(CONFIG, model_of(drop_path_rate=0.5), DATA, RUN)
@@ -256,7 +257,11 @@ def test_a_collapse_is_told(task, entropy, said):
             "task.small_transform='mixup.0.2.': Mi",
         ),
         ({"task": {"large_transforms": ["flip"]}}, "must be 2 lines"),
-        ({"data": {"num_classes": 5}}, "reads no labels: set data.num_classes to 0"),
+        pytest.param(
+            {"data": {"num_classes": 5}},
+            "reads no labels: set data.num_classes to 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_input_is_told_in_one_line(sections, message):

@@ -60,6 +60,7 @@ def batch_of(task, *sizes):
 # Crops of several sizes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_masks_and_anchors_have_the_size_of_the_batch(exact):
     task = task_of(**ANCHOR, mask_exact=exact, mask_group=4)
@@ -124,6 +125,7 @@ def run(tmp_path_factory):
     return config, workdir, train(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_identical(run, tmp_path):
     config, workdir, report = run
     copy = shutil.copytree(workdir, tmp_path / "copy")
@@ -174,6 +176,7 @@ def load_notes(config):
     return lines
 
 
+@pytest.mark.slow
 def test_a_norm_of_small_crops_that_a_run_has_not_is_told(run):
     first, workdir, _ = run
     assert first.task.small_norm
@@ -269,6 +272,7 @@ def test_small_crops_have_their_weight_in_the_loss():
         assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_change_by_half_a_cosine():
     crops = "multi_crop((12, 24), small_size=4, num_small=2)"
     schedule = {"small_weight_end": 0.5, "small_weight_steps": 4}

@@ -108,6 +108,7 @@ def exported(teacher, path, **changes):
     return path
 
 
+@pytest.mark.slow
 def test_a_student_trains_and_resumes_without_the_file_of_its_teacher(
     teacher, tmp_path
 ):

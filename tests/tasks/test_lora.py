@@ -119,7 +119,11 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "trains"),
     [
-        ({"name": "lora", "rank": 2}, {"query", "value", "head"}),
+        pytest.param(
+            {"name": "lora", "rank": 2},
+            {"query", "value", "head"},
+            marks=pytest.mark.slow,
+        ),
         ({"name": "linear_probe"}, {"head"}),
     ],
 )

@@ -48,7 +48,7 @@ def params_of(original):
     return {"network": original.params, **original.task_params}
 
 
-@pytest.mark.parametrize("ratio", [0.75, 0.5])
+@pytest.mark.parametrize("ratio", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_latents_masks_predictions_and_losses_are_the_originals(original, ratio):
     task, params = task_of(original, mask_ratio=ratio), params_of(original)
     plain = task_of(original, mask_ratio=ratio, normalize_targets=False)
@@ -164,6 +164,7 @@ def test_an_images_mask_depends_on_its_position_alone(original):
     np.testing.assert_allclose(hidden.mean(0), 0.75, atol=0.03)
 
 
+@pytest.mark.slow
 def test_the_first_parameters_are_drawn_as_the_originals(original):
     options = original.options | {"init": "mae"}
     task = task_of(dataclasses.replace(original, options=options))

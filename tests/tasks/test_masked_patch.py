@@ -117,6 +117,7 @@ def test_shares_of_what_is_chosen_are_those_of_the_config():
     np.testing.assert_allclose(shares, [0.5, 0.2 + 0.3 / 16], atol=0.02)
 
 
+@pytest.mark.slow
 def test_the_commonest_color_is_counted_over_the_run():
     task = build(variant="Ti/4", data={"image_size": (8, 8)})
     pixels = np.zeros((2, 8, 8, 3), np.uint8)
@@ -204,9 +205,10 @@ def test_the_color_of_the_neighbours_is_that_of_plain_numpy():
             {"variant": "R50x1", "model": {"stage_depths": (1,), "stem_width": 32}},
             "model.variant='R50x1' with task.name='masked_patch'.*: choose a",
         ),
-        (
+        pytest.param(
             {"variant": "R+Ti/16", "model": SIZE},
             r"model.variant='R\+Ti/16' with task.name='masked_patch'",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -11,7 +11,15 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import begin, evaluated, kill_after, tiny_config, train, write_workdir
+from helpers import (
+    begin,
+    evaluated,
+    kill_after,
+    slow_but,
+    tiny_config,
+    train,
+    write_workdir,
+)
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import weights
@@ -151,6 +159,7 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
     name, workdir, report = run
     found = weights.open_pretrained(workdir)
@@ -179,6 +188,7 @@ def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
     assert_equal(state.params, stored(workdir, "params"))
 
 
+@pytest.mark.slow
 def test_it_is_the_init_of_a_classification(run, tmp_path):
     _, workdir, _ = run
     config = config_of(name="", init={"checkpoint": str(workdir), "head": "keep"})
@@ -187,7 +197,7 @@ def test_it_is_the_init_of_a_classification(run, tmp_path):
     assert_equal(state.params, loaded)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_but(["Colour"], PLACES))
 def test_a_classification_is_its_init(name, classifier, tmp_path):
     config = config_of(name, init={"checkpoint": str(classifier), "head": "keep"})
     setup, state, _ = begin(config, tmp_path)

@@ -125,6 +125,7 @@ def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
     assert counts.sum() == 20 * 8 * 16
 
 
+@pytest.mark.slow
 def test_eight_devices_with_split_parameters_train_and_count_as_one(tmp_path):
     found = []
     keys = {"total_steps": 3, "checkpoint_every_steps": 3}

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from helpers import begin, kill_after, run_command, tiny_config, train
+from helpers import begin, kill_after, run_command, slow_but, tiny_config, train
 from PIL import Image
 
 from vit_jax import weights
@@ -54,7 +54,7 @@ def config_of(name, **sections):
     return tiny_config(data=data, task=task, **sections)
 
 
-@pytest.fixture(scope="module", params=TASKS)
+@pytest.fixture(scope="module", params=slow_but(TASKS.keys() - {"simmim"}, TASKS))
 def run(request, tmp_path_factory):
     """Trains a task: its name, its workdir and the report."""
     workdir = tmp_path_factory.mktemp("runs") / request.param
@@ -185,7 +185,7 @@ def test_the_task_is_evaluated_in_training_alone(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("run", TEACHERS, indirect=True)
+@pytest.mark.parametrize("run", slow_but(["dinov2"], TEACHERS), indirect=True)
 def test_another_run_starts_with_student_and_teacher(run, tmp_path):
     name, workdir, _ = run
     keys = {"init": {"checkpoint": str(workdir)}, "evals": {}}
@@ -226,7 +226,9 @@ def begun(workdir, place, name, **sections):
     return found, [line for line in notes if " of the task: " in line]
 
 
-@pytest.mark.parametrize("run", sorted({*TASKS} - {*TEACHERS}), indirect=True)
+@pytest.mark.parametrize(
+    "run", slow_but(["masked_patch"], sorted({*TASKS} - {*TEACHERS})), indirect=True
+)
 def test_another_run_starts_with_what_predicts(run, tmp_path):
     name, workdir, _ = run
     scan = {"scan": name != "simmim"}
@@ -237,6 +239,7 @@ def test_another_run_starts_with_what_predicts(run, tmp_path):
         assert_equal(stacking.separate(params[part]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["mae"], indirect=True)
 def test_a_decoder_of_another_depth_begins_anew(run, tmp_path):
     _, workdir, _ = run

@@ -161,6 +161,7 @@ def swin():
     return model, params, batch
 
 
+@pytest.mark.slow
 def test_a_swin_transformer_is_trained_as_in_the_original(swin):
     model, params, batch = swin
     task = build(swin, mask_unit=8)

@@ -160,6 +160,7 @@ def test_records_are_left_out_of_a_source_without_labels(tmp_path):
 TRAIN = tuple(f"train/{i}.png" for i in range(9))
 
 
+@pytest.mark.slow
 def test_a_folder_without_classes_is_learnt_from_and_evaluated(tmp_path):
     images = tmp_path / "images"
     write_images(images, "train/x/a.png", "train/x/y/b.png", *TRAIN)

@@ -71,6 +71,7 @@ class KilledError(Exception):
     """What ends a run here, at once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed_at", "local"),
     [(2, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],

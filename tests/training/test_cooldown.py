@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 from helpers import tiny_config, train
 
 
@@ -16,6 +17,7 @@ def config(total_steps, **keys):
     )
 
 
+@pytest.mark.slow
 def test_a_branch_of_the_stable_part_ends_as_a_run_of_its_length(tmp_path):
     long, branch, short = (tmp_path / name for name in ("long", "branch", "short"))
     train(config(8), long)

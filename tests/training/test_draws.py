@@ -51,7 +51,7 @@ SITES = {"bits": 1 + 3 * 3, "bernoulli": 2 * 3}
     "model",
     [
         ALL,
-        ALL | {"scan": True},
+        pytest.param(ALL | {"scan": True}, marks=pytest.mark.slow),
         pytest.param(ALL | {"patch_dropout": 0.5}, marks=pytest.mark.slow),
     ],
     ids=["blocks", "scan", "patch dropout"],

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import tiny_config
+from helpers import slow_but, tiny_config
 
 from vit_jax import models
 from vit_jax.config.lengths import RunLength
@@ -62,7 +62,9 @@ def test_stacked_blocks_move_as_those_one_by_one():
         np.testing.assert_allclose(values, plain[path], rtol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("variant", ["R50+B/16", "R+Ti/16"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("R50+B/16", marks=pytest.mark.slow), "R+Ti/16"]
+)
 def test_the_resnet_of_a_hybrid_is_its_input(variant):
     found = factors(create(variant))
     stem = [f for path, f in found.items() if path.startswith(("block", "conv_root"))]
@@ -103,7 +105,14 @@ BEFORE_ALL_BLOCKS = {"register_tokens", "Transformer/pre_norm/scale"}
 BEFORE_ALL_BLOCKS.add("Transformer/relative_bias")
 
 
-@pytest.mark.parametrize("options", list(every_option()), ids=str)
+# These add no parameter and take none away; of the others one of each key is fast.
+COMPUTED = {"dtype", "posemb_resize", "init", "remat_policy", "drop_path_schedule"}
+COMPUTED.add("patch_resize")
+FAST = {tuple(options): options for options in every_option()}
+FAST = [options for keys, options in FAST.items() if not COMPUTED & {*keys}]
+
+
+@pytest.mark.parametrize("options", slow_but(FAST, every_option()), ids=str)
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
     model = create(**options)
     given, found = shapes_of(model), factors(model)

@@ -4,9 +4,11 @@ Neither is needed for it: what one of them has no rule for, an operation or a ty
 here and not in a job.
 """
 
+import itertools
+
 import jax
 import pytest
-from helpers import RECIPES, ROOT, write_weights
+from helpers import RECIPES, ROOT, slow_but, write_weights
 
 from vit_jax.config import fields
 from vit_jax.data.preprocess import Preprocess
@@ -21,12 +23,8 @@ OF_A_RECIPE |= {"dinov2", "segmentation"}
 
 
 # Those whose step has operations that others lack.
-CORE = {"b16_i1k", "mae"}
+CORE = [("b16_i1k", "tpu"), ("mae", "gpu")]
 LOWERED = {"gpu": "cuda", "tpu": "tpu"}  # What JAX calls them when it lowers.
-
-
-def marked(recipe):
-    return pytest.param(recipe, marks=() if recipe in CORE else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +68,9 @@ def lowered(monkeypatch, traces):
     return lower
 
 
-@pytest.mark.parametrize("platform", LOWERED)
-@pytest.mark.parametrize("recipe", [*map(marked, RECIPES)])
+@pytest.mark.parametrize(
+    ("recipe", "platform"), slow_but(CORE, itertools.product(RECIPES, LOWERED))
+)
 def test_the_step_of_a_recipe(recipe, platform, lowered):
     lowered(recipe, platform)
 
@@ -86,16 +85,18 @@ def teacher(tmp_path_factory):
 
 
 @pytest.mark.parametrize("platform", LOWERED)
-@pytest.mark.parametrize("task", sorted(TASKS.keys() - OF_A_RECIPE))
+@pytest.mark.parametrize(
+    "task", slow_but(("linear_probe", "lora"), sorted(TASKS.keys() - OF_A_RECIPE))
+)
 def test_the_step_of_a_task(task, platform, teacher, lowered):
     more = {"task.teacher": str(teacher)} if task == "distillation" else {}
     lowered("digits", platform, **{"task.name": task, **more})
 
 
-SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("clip", "dino", "mae")]
+KERNELS = ("b16_i1k", "clip", "dino", "mae")
 
 
-@pytest.mark.parametrize("recipe", ["b16_i1k", *SLOW])
+@pytest.mark.parametrize("recipe", slow_but(["b16_i1k"], KERNELS))
 @pytest.mark.parametrize(
     ("name", "platform", "call"),
     [

@@ -9,6 +9,7 @@ from vit_jax.training import metric_logger
 from vit_jax.training.metric_logger import Progress
 
 
+@pytest.mark.slow
 def test_the_ideal_is_six_operations_a_multiply_accumulate_at_the_peak():
     # TPU v4: 275e12 operations a second. L/16 at 224: 61.6 GMACs (arXiv:2010.11929,
     # figure 5); 14 % of an image's second.

@@ -231,7 +231,10 @@ def compiled(axes, depth=4):
     return jitted.lower(shapes, state, shapes).compile()
 
 
-@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 8}, {"data": 8}])
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param({"data": 1, "fsdp": 8}, marks=pytest.mark.slow), {"data": 8}],
+)
 def test_each_device_orthogonalises_its_share(axes):
     flops = lambda program: program.cost_analysis()["flops"]
     one, eight = flops(compiled({"data": 1})), flops(compiled(axes))

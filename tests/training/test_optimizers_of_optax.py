@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import kill_after, open_checkpoints, tiny_config, train
+from helpers import kill_after, open_checkpoints, slow_but, tiny_config, train
 
 from vit_jax.config import fields, reference
 from vit_jax.config.lengths import RunLength
@@ -210,6 +210,7 @@ def together(names, keys, **network):
     return Together(begin, begun, shardings, step)
 
 
+@pytest.mark.slow
 def test_all_take_three_steps_are_saved_and_use_eight_devices(tmp_path, quick):
     keys = {"weight_decay": 0.1, "freeze": ("cls",)}
     alone = together(NAMES, keys)
@@ -242,7 +243,13 @@ def test_all_take_three_steps_are_saved_and_use_eight_devices(tmp_path, quick):
 
 
 # Of the loss and its function, of all parameters at once, of a mean of parameters.
-@pytest.mark.parametrize("name", ["sophia", "muon", "momo", "schedule_free_sgd"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ("muon", "schedule_free_sgd"),
+        ("sophia", "muon", "momo", "schedule_free_sgd"),
+    ),
+)
 def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     config, mesh, setup = build(name, fsdp=8, **EVERYTHING)
     first = start(setup)
@@ -263,6 +270,7 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     assert_near(one.average, three.average)
 
 
+@pytest.mark.slow
 def test_stacked_blocks_are_trained_as_separate_ones(quick):
     # Of parameters as a whole: stacked ones must not count as one.
     names = ("adafactor", "fromage", "novograd", "muon", "prodigy")
@@ -313,7 +321,16 @@ def decayed(name, rate=0.01, **keys):
     return jax.tree.map(lambda a, b: float((a - b).ravel()[0]), with_decay, without)
 
 
-@pytest.mark.parametrize("name", ["lion", "novograd", "adafactor", "muon", "sophia"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lion",
+        "novograd",
+        "adafactor",
+        "muon",
+        pytest.param("sophia", marks=pytest.mark.slow),
+    ],
+)
 def test_weight_decay_is_ours_times_the_rate(name):
     found = decayed(name)
     assert found["head"]["kernel"] == pytest.approx(-0.01 * 0.5 * 2, rel=1e-3)
@@ -396,6 +413,7 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     assert_near(found.params, mean)
 
 
+@pytest.mark.slow
 def test_a_network_beside_the_parameters_has_the_mean_of_schedule_free():
     keys = {"name": "schedule_free_adamw", "learning_rate": 0.01}
     sections = {"optim": keys, "task": {"name": "lora"}, "ema": {"decay": 0.0}}

@@ -39,6 +39,7 @@ def outside(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp_path):
     outside(my_lion=OPTIMIZER, top_k=EVALUATOR)
     sections = {
@@ -60,6 +61,7 @@ def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp
     assert json.loads(lines[-1])["top/ema/top5"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own_is_followed(outside, tmp_path):
     outside(polynomial=(EXAMPLES / "polynomial.py").read_text())
     schedule = {"name": "polynomial:PolynomialConfig", "power": 2.0}

@@ -111,7 +111,7 @@ def test_query_key_and_value_share_a_norm_and_others_have_their_own():
     [
         {"name": "sgd", "momentum": 0.9, "grad_clip_norm_per_parameter": 1.5},
         {"name": "lars", "weight_decay_mask": ("_1/.*kernel$", "head/kernel")},
-        {"name": "lamb", "weight_decay": 0.1},
+        pytest.param({"name": "lamb", "weight_decay": 0.1}, marks=pytest.mark.slow),
         {"name": "adam", "weight_decay": 0.1, "weight_decay_end": 0.4},
     ],
     ids=str,

@@ -31,9 +31,9 @@ def test_published_numbers_are_those_of_the_paper():
     ("variant", "name", "epochs", "within"),
     [
         ("B/16", "ViT-B/16", 7, 0.005),
-        ("H/14", "ViT-H/14", 14, 0.005),
-        ("R50+B/16", "R50x1+ViT-B/16", 7, 0.01),
-        ("R50x1", "ResNet50x1", 7, 0.01),
+        pytest.param("H/14", "ViT-H/14", 14, 0.005, marks=pytest.mark.slow),
+        pytest.param("R50+B/16", "R50x1+ViT-B/16", 7, 0.01, marks=pytest.mark.slow),
+        pytest.param("R50x1", "ResNet50x1", 7, 0.01, marks=pytest.mark.slow),
     ],
 )
 def test_exaflops_are_those_of_table_6(variant, name, epochs, within):

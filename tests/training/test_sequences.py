@@ -126,6 +126,7 @@ def test_packed_images_share_a_sequence(config):
     assert used > 0.8 * 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "optim"),
     [
@@ -147,6 +148,7 @@ def test_a_killed_run_resumes_bit_identical(config, transform, optim, tmp_path):
     assert train(made, copy)["params_sha256"] == report["params_sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_uses_all_devices(config, tmp_path):
     made = config(
         "naflex(8, patch=4)",

@@ -213,6 +213,7 @@ def test_microbatches_of_a_group_change_nothing():
     assert apart(two, four) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_is_frozen_for_now_has_no_part_in_the_step_uphill():
     keys = {"name": "sgd", "momentum": 0.0, "sam_rho": 0.5, "gsam_alpha": 0.4}
     keys |= {"freeze": ("^(?!head/)",)}

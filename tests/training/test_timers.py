@@ -139,6 +139,7 @@ def test_what_has_no_name_is_not_given_to_the_next_step(steady, take, clock):
     assert not any(take(laps, step) for step in (12, 13))
 
 
+@pytest.mark.slow
 def test_a_run_marks_each_phase_of_a_step(tmp_path, monkeypatch):
     marked, mark = [], StepTimer.mark
 

@@ -49,6 +49,7 @@ def events(path):
     return names, steps
 
 
+@pytest.mark.slow
 def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path, capsys):
     train(config_of((3, 5)), tmp_path, callbacks=[MatMul()])
     (path,) = traces(tmp_path)

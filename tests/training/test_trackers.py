@@ -170,6 +170,7 @@ def test_our_writers_have_the_methods_of_clus(clu_writer):
         assert one == other
 
 
+@pytest.mark.slow
 def test_a_writer_of_clu_goes_in_unchanged(clu_writer, tmp_path, monkeypatch):
     calls = []
 

@@ -39,7 +39,17 @@ def find(name):
     pytest.skip(f"{name} is neither in tests/golden nor in ../shared/parity")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+FAST = ("google_vit_token", "google_hybrid_r_stem", "bigtransfer_bit", "hf_vit")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case[0] in FAST else pytest.mark.slow)
+        for case in CASES
+    ],
+    ids=lambda case: case[0],
+)
 def test_logits_are_those_of_the_original_code(case):
     name, suffix, format, options, *other = case
     outputs = np.load(find(f"{[name, *other][-1]}.io.npz"))
@@ -55,6 +65,7 @@ def test_logits_are_those_of_the_original_code(case):
         np.testing.assert_allclose(result[key], outputs[key], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_logits_of_photographs_by_deit_are_timms():
     found = open_pretrained(find("deit_tiny_timm.safetensors"), num_heads=3)
     outputs = np.load(find("deit_tiny.io.npz"))

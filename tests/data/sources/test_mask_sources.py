@@ -285,6 +285,7 @@ def test_synthetic_masks_show_in_the_images_and_differ(make):
     assert (train != val).any()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path):
     page = (ROOT / "docs" / "data.md").read_text()
     block = r"^```python\n# shapes.py\n(.*?)^# Prints:\n(.*?)^```$"

@@ -104,6 +104,7 @@ def test_warp_agrees_with_pillow_on_photographs(natural):
         assert not out[outside].any()
 
 
+@pytest.mark.slow
 def test_affine_motions_stay_within_their_limits():
     # A ramp shows where the centre pixel came from.
     ramp = jnp.arange(101.0)[None, :, None, None] * jnp.ones((400, 1, 101, 1))

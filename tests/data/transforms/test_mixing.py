@@ -66,7 +66,9 @@ def test_cutmix_weighs_labels_by_the_exact_shares_of_pixels():
         assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
 
 
-@pytest.mark.parametrize("op", [Mixup(1.0), Cutmix(), MixupOrCutmix()])
+@pytest.mark.parametrize(
+    "op", [Mixup(1.0), Cutmix(), pytest.param(MixupOrCutmix(), marks=pytest.mark.slow)]
+)
 def test_copies_of_an_image_are_no_partners(op):
     # Three in a row, as `data.repeats` makes them; beside them every image mixes.
     images, labels = batch()
@@ -144,7 +146,12 @@ def test_groups_of_images_are_mixed_as_those_of_one_gpu():
 
 
 @pytest.mark.parametrize(
-    "op", [Mixup(2.0), Cutmix(1.0), MixupOrCutmix(0.8, 1.0, switch=0.3)]
+    "op",
+    [
+        Mixup(2.0),
+        Cutmix(1.0),
+        pytest.param(MixupOrCutmix(0.8, 1.0, switch=0.3), marks=pytest.mark.slow),
+    ],
 )
 def test_the_draw_is_a_function_of_the_step_and_the_key(op):
     images, labels = batch()

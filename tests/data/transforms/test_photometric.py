@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_but
 from PIL import Image, ImageEnhance
 from scipy import ndimage, stats
 
@@ -150,7 +151,9 @@ def test_each_acts_with_its_probability(op):
     assert (later != found).any()
 
 
-@pytest.mark.parametrize("op", OPS[1::2], ids=lambda op: type(op).__name__)
+@pytest.mark.parametrize(
+    "op", slow_but([OPS[1]], OPS[1::2]), ids=lambda op: type(op).__name__
+)
 def test_choices_follow_the_place_in_the_run_alone(op):
     batch = jnp.stack([jnp.roll(images(1)[0], i, axis=0) for i in range(16)])
     whole = run(op, batch)
@@ -170,6 +173,7 @@ def test_grey_images_are_taken_too(op):
     assert (found <= 255.01).all()
 
 
+@pytest.mark.slow
 def test_three_augment_is_one_of_three_for_each_image():
     batch = images(300)
     found = run(ThreeAugment(radius=(1.5, 1.5)), batch)

@@ -149,6 +149,7 @@ def test_evaluation_takes_only_operations_without_randomness():
             parse.parse_eval(spec, SIZE)
 
 
+@pytest.mark.slow
 def test_a_run_parses_the_line_once(monkeypatch, tmp_path):
     lines, parse_train = [], parse.parse_train
 

@@ -41,6 +41,7 @@ def test_upsampling_is_pillows_bilinear_on_photographs(natural):
         assert error.max() < 1.1
 
 
+@pytest.mark.slow
 def test_a_set_in_memory_is_gathered_as_small_as_it_is(data_config):
     images = np.random.default_rng(0).integers(0, 256, (9, 8, 13, 3), dtype=np.uint8)
     data = data_config(train_transform="flip | pad_crop(2) | upsample", image_size=SIZE)

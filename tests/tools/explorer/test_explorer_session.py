@@ -112,6 +112,7 @@ def test_a_model_keeps_the_attention_of_the_analysis(
             assert (abs(row[layer] - expected) <= 0.51 / 255 * peak + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_images_of_any_size_have_their_own_grid(first, photograph):
     size = (24, 80)
     model = explored.opened(first, max_tokens=20)
@@ -387,7 +388,7 @@ def test_bands_to_show_are_chosen():
         explored.opened(checkpoint, shown_bands=(1, 2, 5))
 
 
-@pytest.mark.parametrize("max_tokens", [0, 20])
+@pytest.mark.parametrize("max_tokens", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_head_for_masks_shows_the_class_of_each_pixel(max_tokens, photograph):
     given = explored.with_masks()
     model = explored.opened(given, max_tokens=max_tokens)

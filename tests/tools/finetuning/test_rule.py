@@ -120,6 +120,7 @@ def test_rates_averages_and_metrics():
     assert metrics == ["val/top1", "val/balanced_accuracy", "val/map"]
 
 
+@pytest.mark.slow
 def test_the_interval_covers_as_often_as_it_says():
     # Known values: Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
     assert rule.interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)

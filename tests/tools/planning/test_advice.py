@@ -54,7 +54,7 @@ def ways(found):
     ("spec", "keys", "count"),
     [
         (QUICK, {}, 4),
-        (QUICK, {"model.variant": "R+Ti/16"}, 4),
+        pytest.param(QUICK, {"model.variant": "R+Ti/16"}, 4, marks=pytest.mark.slow),
         (RESNET, {}, 3),
     ],
     ids=["vit", "hybrid", "resnet"],

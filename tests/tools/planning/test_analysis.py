@@ -32,7 +32,9 @@ def flops(**keys):
     return found.flops, found.model_flops
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.slow), "full"]
+)
 def test_layers_under_a_scan_count_as_often_as_they_run(remat):
     unrolled, model = flops(**{"model.remat_policy": remat})
     scanned, same_model = flops(**{"model.remat_policy": remat, "model.scan": True})
@@ -46,6 +48,7 @@ def test_layers_under_a_scan_count_as_often_as_they_run(remat):
     assert unrolled == model - 2 * embedding + 2 * again
 
 
+@pytest.mark.slow
 def test_products_of_a_scan_are_not_what_a_trace_shows_once():
     deep, _ = flops(**{"model.depth": 6, "model.scan": True})
     shallow, _ = flops(**{"model.remat_policy": "none", "model.scan": True})

@@ -98,6 +98,7 @@ def test_without_a_limit_there_is_no_largest_batch():
         batch_search.largest_batch(config, meshes.create(config.mesh), 20, None)
 
 
+@pytest.mark.slow
 def test_a_run_gets_the_largest_batch_and_keeps_it(tmp_path, monkeypatch):
     optim = {"learning_rate": 0.0, "base_learning_rate": 0.1}
     data = {"num_examples": 20_000}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import RECIPES
+from helpers import RECIPES, slow_but
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.config import fields
@@ -79,13 +79,7 @@ def purposes(collectives):
     return sent - {costs.GRADIENTS}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(name, marks=() if name == "b16_i21k" else pytest.mark.slow)
-        for name in COMPILED
-    ],
-)
+@pytest.mark.parametrize("recipe", slow_but(["b16_i21k"], COMPILED))
 def test_a_step_sends_gradients_and_scalars_only(recipe, monkeypatch):
     found = collectives_of(recipe, monkeypatch)
     assert any(one.purpose == costs.GRADIENTS for one in found)

@@ -44,6 +44,7 @@ def table(parts, words):
     return found
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_needs_nothing_else(written):
     text = (written / "index.html").read_text()
     page = Page(text)

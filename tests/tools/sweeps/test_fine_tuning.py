@@ -211,6 +211,7 @@ def test_long_runs_save_ten_times_and_short_ones_seldom(overrides, every):
     assert config.checkpoint_every_steps == every
 
 
+@pytest.mark.slow
 def test_the_network_of_every_variant_is_built_again():
     size = {"image_size": (224, 448)}
     for variant in variants.NAMES:

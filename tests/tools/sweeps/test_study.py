@@ -8,7 +8,7 @@ import time
 
 import hosts
 import pytest
-from helpers import without_times
+from helpers import slow_but, without_times
 
 from vit_jax.data import splits
 from vit_jax.errors import UserError
@@ -20,10 +20,12 @@ from vit_jax.training import config as configuration
 ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "study"
 STUDIES = sorted(p.stem for p in FOLDER.glob("[!_]*.py") if p.stem != "common")
-SPECS = [f"{name}:size={size}" for name in STUDIES for size in ("cpu", "paper")]
+FAST = [f"{name}:size={size}" for name in STUDIES for size in ("cpu", "paper")]
+LARGE = ("scaling:size=cpu", "scaling:size=paper", "self_supervision:size=cpu")
+FAST = [spec for spec in FAST if spec not in LARGE]
 OTHERS = [f"{name}:size=gpu" for name in STUDIES]
 OTHERS += [f"{name}:data=cifar10" for name in STUDIES if name != "cost"]
-SPECS += [pytest.param(spec, marks=pytest.mark.slow) for spec in OTHERS]
+SPECS = slow_but(FAST, [*FAST, *LARGE, *OTHERS])
 ONE = {"width": ["12"], "kind": ["a"]}  # The axes of a single point.
 # Images of train.
 SIZES = {"cifar10": 50_000, "digits": 1_442}
@@ -112,6 +114,7 @@ def test_a_study_opens_with_its_commands_and_one_point_is_a_recipe(name):
     assert configuration.load(f"study/{name}").data.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", ["digits", pytest.param("cifar10", marks=pytest.mark.slow)]
 )
@@ -140,6 +143,7 @@ def test_parts_of_the_scaling_study_are_nested_and_apart_from_all_else(data):
     assert all(a < b for a, b in itertools.pairwise(ordered))
 
 
+@pytest.mark.slow
 def test_hybrid_and_resnet_compute_about_as_much_as_the_middle_vit():
     planned = study.plan(spec("scaling"), "work")
     macs = {}

@@ -39,6 +39,7 @@ def done(run, tmp_path_factory):
     return workdir, report, list(watched.events)
 
 
+@pytest.mark.slow
 def test_a_transfer_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
     workdir, report, _ = done
     assert json.loads((workdir / "transfer.json").read_text()) == report
@@ -119,6 +120,7 @@ def test_what_is_done_is_not_done_again(done, run, monkeypatch):
     assert run(workdir) == report == json.loads((workdir / "transfer.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -137,6 +139,7 @@ def test_another_command_in_the_same_workdir_is_refused(done, run, options, mess
         run(done[0], **options)
 
 
+@pytest.mark.slow
 def test_a_command_whose_runs_took_no_step_may_be_mended(run, tmp_path, monkeypatch):
     def fail(*args, **more):
         raise UserError("the disk is full")
@@ -205,6 +208,7 @@ def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
     assert len(sessions) == 5
 
 
+@pytest.mark.slow
 def test_one_rate_leaves_nothing_to_choose(run, tmp_path, capsys):
     report = run(tmp_path / "one", (0.02,), seeds=1)
     assert (report["trials"], report["std"]) == ([], None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import begin, tiny_config
+from helpers import begin, slow_but, tiny_config
 from safetensors.numpy import load_file, save_file
 from trees import assert_same, checkpoint, edit_config, encoder
 
@@ -99,7 +99,9 @@ def test_dino_has_the_attention_and_tokens_of_the_original():
 @pytest.mark.parametrize(
     ("place", "size"), [*(("facebook", size) for size in SIZES), ("timm", "40x28")]
 )
-@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+@pytest.mark.parametrize(
+    "network", slow_but(["swiglu_reg4"], ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+)
 def test_dinov2_gives_the_tokens_of_the_original_at_any_size(network, place, size):
     found = opened(GOLDEN / f"dinov2_{network}" / PLACES[place])
     registers = int(network[-1])
@@ -257,7 +259,9 @@ def test_student_teacher_and_heads_come_in_and_go_out(tmp_path, kind, nested):
     assert_same(written, expected)
 
 
-@pytest.mark.parametrize("kind", ["dino", "dinov2"])
+@pytest.mark.parametrize(
+    "kind", ["dino", pytest.param("dinov2", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_with_student_and_teacher_of_facebook(tmp_path, kind):
     teacher, student = training_of(kind), training_of(kind, seed=1)
     torch_file.write(tmp_path / "a.pth", {"teacher": teacher, "student": student})

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_expansion_is_refused_before_memory_is_taken(tmp_path):
     """One process with little memory to take reads all of them."""
     for name, (make, _) in CASES.items():

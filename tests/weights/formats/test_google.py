@@ -45,7 +45,7 @@ def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, optio
     ("variant", "options", "side"),
     [
         ("R50+Ti/16", {"stage_depths": (1, 1, 2), "stem_width": 32, **SIZE}, 48),
-        ("R26+Ti/32", SIZE, 96),
+        pytest.param("R26+Ti/32", SIZE, 96, marks=pytest.mark.slow),
         ("R+Ti/16", SIZE, 64),  # Tokens of 32 pixels, whatever its name says.
     ],
 )
@@ -112,7 +112,7 @@ def test_grid_that_cannot_be_guessed_is_refused(tmp_path):
         open_pretrained(save(tmp_path / "a.npz", flat))
 
 
-@pytest.mark.parametrize("pool", ["token", "gap"])
+@pytest.mark.parametrize("pool", [pytest.param("token", marks=pytest.mark.slow), "gap"])
 def test_a_grid_that_is_no_square_is_told_by_the_size_of_images(tmp_path, pool):
     model = encoder(image_size=(12, 16), pool=pool)
     flat = random_flat(model)

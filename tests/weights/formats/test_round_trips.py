@@ -2,6 +2,7 @@
 
 import pytest
 from flax.traverse_util import flatten_dict
+from helpers import slow_but
 from trees import assert_same, checkpoint, network
 
 from vit_jax import models, weights
@@ -45,13 +46,13 @@ SAME = {
 CASES = [(to, options) for to, networks in SAME.items() for options in networks]
 
 
-def slow(options):
-    return pytest.mark.slow if options.get("variant") == "R152x2" else ()
+FAST = [(to, options) for to, networks in SAME.items() for options in networks[:3]]
+FAST += [case for case in CASES if case[1].get("variant") == "R26+S/32"]
 
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [pytest.param(*case, marks=slow(case[1])) for case in CASES],
+    slow_but(FAST, CASES),
     ids=str,
 )
 def test_a_network_comes_back_to_the_bit_and_is_written_again(tmp_path, to, options):

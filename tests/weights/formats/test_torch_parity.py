@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from helpers import slow_but
 from import_timm import import_timm
 from PIL import Image
 from safetensors.numpy import load_file
@@ -130,9 +131,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*TIMM, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", slow_but(TIMM, TIMM | SLOW))
 def test_timm_loads_what_we_write_and_agrees(tmp_path, name):
     pretrained = made((TIMM | SLOW)[name]())
     timm.write(pretrained, tmp_path)
