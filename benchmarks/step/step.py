@@ -6,7 +6,8 @@ On a GPU: python -m benchmarks.step.step [--models=B/16,L/16,H/14]
 
 On a CPU all three hold the same weights and compute the same function in one process,
 float32 with SGD and momentum (--dtype=bfloat16: without the plain one), one call of each
-a round, so that the machine's moods hit all. timm is as its users run it on CPU: eager,
+a round, so that the machine's moods hit all. With --matmul-dtype=bfloat16 ours rounds the
+operands of products (model.matmul_dtype), and timm with autocast joins. timm is as its users run it on CPU: eager,
 with its fused attention.
 
 On a GPU each works in bfloat16 with Adam at the largest batch that fits it, found by
@@ -19,6 +20,7 @@ rounds. timm needs the extra `parity`; without it that column is left out.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -38,6 +40,7 @@ from vit_jax.training import metric_logger
 ON_CPU = {"S/16": 16, "B/16": 8}  # Batches; others have 4.
 OUT_OF_MEMORY = 3
 LARGEST = 8192
+AUTOCAST = "timm bfloat16"
 
 
 def timed(calls, rounds):
@@ -63,24 +66,39 @@ def same_weights(variant, args):
     size = args.batch or ON_CPU.get(variant, 4)
     images, labels = step_contenders.made_batch(size, args.side)
     keys = {"dtype": args.dtype, "optimizer": "sgd"}
+    rounded = {"matmul_dtype": args.matmul_dtype}
     if variant not in step_contenders.TIMM:
-        return {"ours": step_contenders.Ours(variant, images, labels, **keys)}
+        ours = step_contenders.Ours(variant, images, labels, **keys, **rounded)
+        return {"ours": ours}
     if not args.timm:
-        ours = step_contenders.Ours(variant, images, labels, activation="gelu", **keys)
+        ours = step_contenders.Ours(
+            variant, images, labels, activation="gelu", **keys, **rounded
+        )
         params = jax.device_get(ours.state.params)
         found = {"ours": ours}
     else:
-        timm = step_contenders.Timm(variant, images, labels, spread=0.02, **keys)
+        # Each is made with the same weights.
+        make = functools.partial(
+            step_contenders.Timm, variant, images, labels, spread=0.02, optimizer="sgd"
+        )
+        timm = make(dtype=args.dtype)
         keys |= timm.for_ours()
         params = keys["params"]
-        ours = step_contenders.Ours(variant, images, labels, **keys)
+        ours = step_contenders.Ours(variant, images, labels, **keys, **rounded)
         found = {"ours": ours, "timm": timm}
-    if args.dtype == "float32" and variant in step_contenders.PLAIN:
+        if args.matmul_dtype:
+            found[AUTOCAST] = make(dtype=args.matmul_dtype)
+    if plain_joins(args) and variant in step_contenders.PLAIN:
         found["plain"] = step_contenders.Plain(variant, images, labels, params=params)
     # timm's ResNets have other epsilons.
-    exact = args.dtype == "float32" and not variant.startswith("R")
+    exact = plain_joins(args) and not variant.startswith("R")
     check_same(found, exact=exact, title=f"{variant} batch {size}")
     return found
+
+
+def plain_joins(args):
+    """Returns whether all contenders compute in float32."""
+    return args.dtype == "float32" and not args.matmul_dtype
 
 
 def check_same(found, exact, title):
@@ -110,7 +128,8 @@ def on_cpu(args):
         import torch
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # As XLA.
-    names = ["timm"] * args.timm + ["plain"] * (args.dtype == "float32")
+    names = ["timm"] * args.timm + ["plain"] * plain_joins(args)
+    names += [AUTOCAST] * (args.timm and bool(args.matmul_dtype))
     heads = ["ours, s", *(f"{n}, s" for n in names), *(f"ours / {n}" for n in names)]
     print(f"| model | what | {' | '.join(heads)} |\n|---|---{'|---' * len(heads)}|")
     for variant in args.models.split(","):
@@ -246,6 +265,7 @@ def main():
     add("--batch", type=int, default=0, help="0: the largest that fits, on a GPU")
     add("--side", type=int, default=224, help="of the images, in pixels")
     add("--dtype", default="bfloat16" if gpu else "float32")
+    add("--matmul-dtype", default="", help="of ours on a CPU, beside float32")
     add("--remat", default="none,dots,full", help="policies of ours, on a GPU")
     add("--alone", action="store_true", help="processes as on a GPU, also on a CPU")
     add("--child", default="", help=argparse.SUPPRESS)

@@ -243,7 +243,10 @@ class Ours(OfJax):
 
         platform = mesh.devices.flat[0].platform
         self._apply = jax.jit(  # As predict and the evaluations.
-            forward, compiler_options=compilation.options(platform)
+            forward,
+            compiler_options=compilation.options(
+                platform, bfloat16=config.model.rounds_products
+            ),
         )
         self._step = program.train_step
 

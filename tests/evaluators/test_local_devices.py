@@ -27,7 +27,7 @@ def test_all_devices_share_a_batch(computed):
         images = pixels.astype("float32") / 255
         return dict(enumerate(model.layer_features(params, images, (0, -1))))
 
-    devices, traces = LocalDevices(), []
+    devices, traces = LocalDevices(model), []
 
     def run(*batch):
         traced = lambda *x: traces.append(0) or function(*x)

@@ -171,12 +171,15 @@ def test_weights_sum_to_one_and_mix_to_what_attention_gives():
 
 
 def test_rounded_logits_are_nowhere_float32():
+    device = jax.sharding.AbstractDevice("gpu", None, "gpu")  # CPUs sum in float32.
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
     q, k, v, grad = operands(5, 7, 4, "bfloat16")
 
     def products(way):
         attend = functools.partial(attention.attend, implementation=way)
         pull = lambda *args: jax.vjp(attend, *args)[1](grad)
-        text = str(jax.make_jaxpr(pull)(q, k, v)).replace(" ", "")
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = str(jax.make_jaxpr(pull)(q, k, v)).replace(" ", "")
         return text.count(f"f32[{B},{H},5,7]=dot_general")
 
     assert (products("einsum"), products("einsum16")) == (2, 0)

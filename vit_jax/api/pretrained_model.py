@@ -231,7 +231,7 @@ class PretrainedModel:
             self.class_names = prediction.names_of(pretrained, class_names)
         self._pretrained, self._given_names = pretrained, class_names
         self._sigmoid = pretrained.loss == "sigmoid"
-        self._devices = LocalDevices()
+        self._devices = LocalDevices(model)
 
     def __repr__(self) -> str:
         options = self.model.options

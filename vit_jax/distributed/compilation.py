@@ -23,10 +23,14 @@ _STAMP = ".checked"
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 10_000_000_000
 _ZSTD = bytes.fromhex("28b52ffd")
+# Kinds of operations that XLA for CPUs passes to YNNPACK. Its float32 products reach 150
+# to 290 GFLOP/s where Eigen reaches 210 to 350, but only its bfloat16 products use AMX
+# instructions (docs/decisions.md).
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_REDUCTIONS = "LIBRARY_FUSION_TYPE_REDUCE"
+_PRODUCTS = f"{_REDUCTIONS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 _OPTIONS = {
-    # XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where
-    # Eigen reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+    "cpu": {_YNNPACK: _REDUCTIONS},
     # Matrix products in Triton crash with some shapes of a ResNet, and keep biases and
     # residuals out of cuBLAS's kernels, which are chosen in the end
     # (docs/decisions.md).
@@ -34,14 +38,18 @@ _OPTIONS = {
 }
 
 
-def options(platform: str = "") -> dict[str, str | bool]:
+def options(platform: str = "", *, bfloat16: bool = False) -> dict[str, str | bool]:
     """Returns the `compiler_options` of `jax.jit` for large networks.
 
     Args:
       platform: platform that runs the program: "cpu", "gpu" or "tpu"; JAX's default if
         empty.
+      bfloat16: whether matrix products have bfloat16 operands.
     """
-    wanted = _OPTIONS.get(platform or jax.default_backend())
+    platform = platform or jax.default_backend()
+    wanted = _OPTIONS.get(platform)
+    if platform == "cpu" and bfloat16:
+        wanted = {_YNNPACK: _PRODUCTS}
     return known_options(**wanted) if wanted else {}
 
 

@@ -69,7 +69,7 @@ class Extractor:
             images = network_input(pixels, preprocess, model.options["dtype"])
             return _vectors(model, params, images, chosen)
 
-        self._devices, self._function = LocalDevices(), function
+        self._devices, self._function = LocalDevices(model), function
         pixels = jax.ShapeDtypeStruct((1, *model.image_shape), preprocess.pixels)
         shapes = jax.eval_shape(function, model.shapes, pixels)
         # JAX sorts the keys of a dict alphabetically.

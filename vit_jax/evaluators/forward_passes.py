@@ -200,7 +200,9 @@ def make_eval_step(
         eval_step,
         in_shardings=(shardings or replicated, meshes.batched(mesh)),
         out_shardings=replicated,
-        compiler_options=compilation.options(mesh.devices.flat[0].platform),
+        compiler_options=compilation.options(
+            mesh.devices.flat[0].platform, bfloat16=model.config.rounds_products
+        ),
     )
 
 

@@ -63,7 +63,7 @@ class PixelClassifier:
             )
         self.class_names = names or tuple(f"class {k}" for k in range(classes))
         self._preprocess, self._channels = preprocess, model.image_shape[-1]
-        self._devices = LocalDevices()
+        self._devices = LocalDevices(model)
 
     def read(
         self, data: bytes | np.ndarray, name: str = ""

@@ -12,14 +12,19 @@ from jaxtyping import UInt8
 
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
-from vit_jax.models import Params, patches
+from vit_jax.models import Model, Params, patches
 from vit_jax.models.patches import PatchSequences
 
 
 class LocalDevices:
-    """Runs functions on images, with one copy of the parameters per device."""
+    """Runs functions on images, with one copy of the parameters per device.
 
-    def __init__(self):
+    Args:
+      model: network that the functions compute.
+    """
+
+    def __init__(self, model: Model):
+        self._options = compilation.options(bfloat16=model.config.rounds_products)
         self._mesh = meshes.create(meshes.MeshConfig(), jax.local_devices())
         self._params = self._placed = None
         self._programs = {}
@@ -64,7 +69,7 @@ class LocalDevices:
             with sharding.activations(self._mesh):
                 return function(params, pixels)
 
-        return jax.jit(call, compiler_options=compilation.options())
+        return jax.jit(call, compiler_options=self._options)
 
 
 def _to_process(params: Params) -> Params:

@@ -100,7 +100,8 @@ class Classifier:
             embeddings = text.embed_images(tower.params, outputs["pre_logits"])
             return text.logits(tower.params, embeddings, classes)
 
-        self._logits = jax.jit(logits, compiler_options=compilation.options())
+        options = compilation.options(bfloat16=model.config.rounds_products)
+        self._logits = jax.jit(logits, compiler_options=options)
 
     def prepare(
         self, data: bytes | UInt8[np.ndarray, "H W C"], name: str = ""

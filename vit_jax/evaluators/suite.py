@@ -91,7 +91,7 @@ class Suite:
     ):
         self._trained = trained
         self._tower = trained.tower if trained else tower
-        self._segment, self._devices = segment, LocalDevices()
+        self._segment, self._devices = segment, LocalDevices(model)
         if trained and trained.segment:
             self._segment = lambda state, images: trained.segment(*state, images)
         self._model, self._data, self._mesh = model, data, mesh

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from vit_jax.errors import UserError
+from vit_jax.models import kernels
 
 NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention_impl`.
 # Implementations; "einsum16" keeps logits in the dtype of the computation.
@@ -199,9 +200,10 @@ def attend_einsum(
         dtype of the operands instead of float32. Not used with `relative` or `bias`.
     """
     if relative is None and bias is None:
-        return _attend(query, key, value, valid, rounded)
+        precision = jax.config.jax_default_matmul_precision
+        return _attend(query, key, value, valid, rounded, precision)
     mixing = _weights(query, key, relative, valid, bias).astype(value.dtype)
-    return jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
+    return kernels.einsum("bhnm,bhmk->bhnk", mixing, value)
 
 
 def weights(
@@ -250,18 +252,20 @@ def _mask(logits, valid):
 
 def _logits(query, key, dtype):
     """Returns the products of scaled queries with keys."""
-    return jnp.einsum("bhnk,bhmk->bhnm", query, key, preferred_element_type=dtype)
+    return kernels.einsum("bhnk,bhmk->bhnm", query, key, dtype=dtype)
 
 
 # JAX's own derivative would read and write the weights, the largest arrays of the
-# network, more often (docs/decisions.md).
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query, key, value, valid, rounded):
-    exponentials, sums = _exponentials(
-        query * query.shape[-1] ** -0.5, key, valid, rounded
-    )
-    # Divides the result instead of the weights, which are larger.
-    mixed = jnp.einsum("bhnm,bhmk->bhnk", exponentials.astype(value.dtype), value)
+# network, more often (docs/decisions.md). JAX traces both passes of a derivative later,
+# perhaps outside of `with jax.default_matmul_precision(precision)`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(query, key, value, valid, rounded, precision):
+    query = query * query.shape[-1] ** -0.5
+    with jax.default_matmul_precision(precision):
+        exponentials, sums = _exponentials(query, key, valid, rounded)
+        # Divides the result instead of the weights, which are larger.
+        mixing = exponentials.astype(value.dtype)
+        mixed = kernels.einsum("bhnm,bhmk->bhnk", mixing, value)
     return (mixed / sums).astype(value.dtype)
 
 
@@ -274,29 +278,33 @@ def _exponentials(query, key, valid, rounded):
     return exponentials, exponentials.sum(-1, keepdims=True)
 
 
-def _attend_forward(query, key, value, valid, rounded):
+def _attend_forward(query, key, value, valid, rounded, precision):
     query = query * query.shape[-1] ** -0.5
-    exponentials, sums = _exponentials(query, key, valid, rounded)
-    mixing = (exponentials / sums).astype(value.dtype)
-    mixed = jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
+    with jax.default_matmul_precision(precision):
+        exponentials, sums = _exponentials(query, key, valid, rounded)
+        mixing = (exponentials / sums).astype(value.dtype)
+        mixed = kernels.einsum("bhnm,bhmk->bhnk", mixing, value)
     mixed = checkpoint_name(mixed, "attention")
     return mixed, (query, key, value, mixing, mixed)
 
 
-def _attend_backward(rounded, kept, grad):
+def _attend_backward(rounded, precision, kept, grad):
+    with jax.default_matmul_precision(precision):
+        return _gradients(rounded, kept, grad)
+
+
+def _gradients(rounded, kept, grad):
     query, key, value, weights, mixed = kept
     scale = query.shape[-1] ** -0.5
-    to_value = jnp.einsum("bhnm,bhnk->bhmk", weights, grad)
+    to_value = kernels.einsum("bhnm,bhnk->bhmk", weights, grad)
     dtype = query.dtype if rounded else jnp.float32
-    to_weights = jnp.einsum(
-        "bhnk,bhmk->bhnm", grad, value, preferred_element_type=dtype
-    )
+    to_weights = kernels.einsum("bhnk,bhmk->bhnm", grad, value, dtype=dtype)
     # The mean of the weights' gradient is computed from the output: K terms instead of
     # M.
     mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
     to_logits = (weights * (to_weights - mean)).astype(value.dtype)
-    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
-    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, query)
+    to_query = kernels.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
+    to_key = kernels.einsum("bhnm,bhnk->bhmk", to_logits, query)
     return to_query, to_key, to_value, None
 
 

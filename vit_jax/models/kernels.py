@@ -9,7 +9,9 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, UInt32
 
 
@@ -138,19 +140,145 @@ def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
+# `jax.default_matmul_precision` under which CPUs round operands of products as well.
+BFLOAT16_OPERANDS = "BF16_BF16_F32"
+
+
+def product(
+    x: Float[Array, "*T M"],
+    kernel: Float[Array | np.ndarray, "M F"],
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "*T F"]:
+    """Multiplies tokens by a matrix, as `x @ kernel`; see `einsum`."""
+    dtype = jnp.dtype(dtype or x.dtype)
+    if not _uses_bfloat16(x):
+        return jnp.matmul(x, kernel, preferred_element_type=dtype)
+    y = _einsum("tm,mf->tf", dtype, x.reshape(-1, x.shape[-1]), kernel)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def dot_general(x, kernel, dimension_numbers, precision=None, **_):
+    """Multiplies tokens by a matrix for `nn.Dense`; see `product`."""
+    return product(x, kernel)
+
+
+def einsum(
+    equation: str, left: Array, right: Array, dtype: DTypeLike | None = None
+) -> Array:
+    """Multiplies matrices, or stacks of matrices, as `jnp.einsum`.
+
+    On one CPU device, bfloat16 operands are multiplied with float32 sums. With AMX
+    instructions this is about three times as fast as float32 (docs/decisions.md). Under
+    `jax.default_matmul_precision(BFLOAT16_OPERANDS)`, float32 operands are rounded to
+    bfloat16 before, here and in the derivative: XLA does this for GPUs and TPUs, but
+    ignores that precision for CPUs.
+
+    Args:
+      equation: leading axes are equal in both operands and the result; of the other two
+        axes of each, one is summed, and the result has that of `left` first.
+      left, right: operands.
+      dtype: dtype of the result; None is that of `left`.
+    """
+    dtype = jnp.dtype(dtype or left.dtype)
+    if not _uses_bfloat16(left):
+        return jnp.einsum(equation, left, right, preferred_element_type=dtype)
+    return _einsum(equation, dtype, left, right)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _einsum(equation, dtype, left, right):
+    return _einsum_forward(equation, dtype, left, right)[0]
+
+
+def _einsum_forward(equation, dtype, left, right):
+    # Rounded operands are kept for the derivative: they take half of the memory.
+    operands = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+    # Empty arrays have the dtypes of the gradients.
+    return _dot(equation, *operands).astype(dtype), (*operands, left[:0], right[:0])
+
+
+def _einsum_backward(equation, dtype, kept, grad):
+    left, right, of_left, of_right = kept
+    axes, result = equation.split("->")
+    a, b = axes.split(",")
+    grad = grad.astype(jnp.bfloat16)
+    # The first of the last two axes is that of the first operand.
+    if a[-2] in result:
+        to_left = _dot(f"{result},{b}->{a}", grad, right)
+    else:
+        to_left = _dot(f"{b},{result}->{a}", right, grad)
+    if b[-1] in result:
+        to_right = _dot(f"{a},{result}->{b}", left, grad)
+    else:
+        to_right = _dot(f"{result},{a}->{b}", grad, left)
+    return to_left.astype(of_left.dtype), to_right.astype(of_right.dtype)
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def _dot(equation: str, left, right) -> Array:
+    """Multiplies bfloat16 operands with float32 sums, in a program for one CPU device.
+
+    XLA passes the product to a library with AMX instructions if the left operand is
+    summed over its last axis and all memory layouts follow the order of the axes.
+    Others it computes in float32, or fails (jaxlib 0.10.2).
+    """
+    axes, result = equation.split("->")
+    a, b = axes.split(",")
+    (summed,) = set(a) & set(b) - set(result)
+    place, of_right = a.index(summed), b.index(summed)
+    if place != left.ndim - 1:
+        if right.shape[2 * left.ndim - 3 - of_right] < left.shape[-1]:
+            # A copy of the narrower operand and one of the result take less time.
+            return jnp.swapaxes(
+                _dot(f"{b},{a}->{_swapped(result)}", right, left), -1, -2
+            )
+        left = jnp.swapaxes(left, -1, -2)
+    leading = tuple(range(left.ndim - 2))
+    product = jax.lax.dot_general(
+        _as_row_major(left),
+        _as_row_major(right),
+        (((left.ndim - 1,), (of_right,)), (leading, leading)),
+        precision=jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    # In jax 0.10.2, a program that returns a value with such a constraint may return
+    # other arrays in layouts that JAX does not know of. XLA removes the factor.
+    return _as_row_major(product) * jnp.float32(1)
+
+
+def _swapped(axes: str) -> str:
+    return axes[:-2] + axes[-1] + axes[-2]
+
+
+def _as_row_major(x):
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _uses_bfloat16(x: Array) -> bool:
+    """Returns whether products in a program for one CPU have bfloat16 operands."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    platform = device.platform if device else jax.default_backend()
+    # XLA cannot split the constraints on layouts over devices.
+    if platform != "cpu" or mesh.size > 1:
+        return False
+    rounded = jax.config.jax_default_matmul_precision == BFLOAT16_OPERANDS
+    return rounded or x.dtype == jnp.bfloat16
+
+
 def in_row_major(x: Float[Array, "B y x D"]) -> Float[Array, "B y x D"]:
     """Returns an array whose memory layout in XLA follows the order of its axes.
 
     XLA cannot split this constraint over devices, and would gather the whole batch on
     each device. So shard_map applies it to the images of each device of a mesh.
     """
-    layout = Layout(major_to_minor=tuple(range(x.ndim)))
-    constrain = lambda x: with_layout_constraint(x, layout)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not nn.get_logical_axis_rules():
-        return constrain(x)
+        return _as_row_major(x)
     images = nn.logical_to_mesh_axes(("batch",))
-    return jax.shard_map(constrain, mesh=mesh, in_specs=images, out_specs=images)(x)
+    return jax.shard_map(_as_row_major, mesh=mesh, in_specs=images, out_specs=images)(x)
 
 
 def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:

@@ -4,6 +4,7 @@ Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, N tokens, H heads, K head width, D model width, F hidden width.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -83,6 +84,9 @@ def drop_path(
     return x * jnp.where(kept, 1 / jnp.asarray(1 - rate), 0).astype(x.dtype)
 
 
+Dense = functools.partial(nn.Dense, dot_general=kernels.dot_general)
+
+
 class PatchEmbedding(nn.Module):
     """Embeds square patches (arXiv:2010.11929, section 3.1).
 
@@ -122,7 +126,7 @@ class PatchEmbedding(nn.Module):
         y, x = Y // side, X // side
         patches = images[:, : y * side, : x * side].reshape(B, y, side, x, side, C)
         patches = jnp.swapaxes(patches, 2, 3).reshape(B * y * x, -1)
-        tokens = patches @ kernel.reshape(-1, D) + bias.reshape(1, D)
+        tokens = kernels.product(patches, kernel.reshape(-1, D)) + bias.reshape(1, D)
         tokens = tokens.reshape(B, y, x, D)
         return kernels.in_row_major(tokens) if self.row_major else tokens
 
@@ -164,7 +168,7 @@ class MergedDense(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, self.outputs, jnp.float32)
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         bias = bias.reshape((1,) * (x.ndim - 1) + (-1,))
-        return x @ kernel.reshape(merged) + bias
+        return kernels.product(x, kernel.reshape(merged)) + bias
 
 
 class MultiHeadAttention(nn.Module):
@@ -331,7 +335,7 @@ class Mlp(nn.Module):
         row = initializers.TABLE[self.initial]
 
         def dense(x, features, linear, name):
-            return nn.Dense(
+            return Dense(
                 features,
                 kernel_init=linear.kernel,
                 bias_init=linear.bias(x.shape[-1]),
@@ -382,7 +386,7 @@ def classify(
     """
     outputs = {"pre_logits": pre_logits}
     if num_classes:
-        outputs["logits"] = nn.Dense(
+        outputs["logits"] = Dense(
             num_classes,
             kernel_init=initializers.TABLE[initial].head,
             bias_init=nn.initializers.constant(bias),

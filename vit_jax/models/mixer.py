@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import kept, layers
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding, drop_path
+from vit_jax.models.layers import (
+    ACTIVATIONS,
+    Dense,
+    LayerNorm,
+    PatchEmbedding,
+    drop_path,
+)
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.variants import overridden, parse_size
 
@@ -281,5 +287,5 @@ class MixerMlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B M F"]) -> Float[Array, "B M F"]:
         """Transforms the last axis."""
-        y = nn.Dense(self.hidden, dtype=self.dtype)(x)
-        return nn.Dense(x.shape[-1], dtype=self.dtype)(ACTIVATIONS[self.activation](y))
+        y = Dense(self.hidden, dtype=self.dtype)(x)
+        return Dense(x.shape[-1], dtype=self.dtype)(ACTIVATIONS[self.activation](y))

@@ -1,6 +1,7 @@
 """Networks by name, with plain functions of parameters instead of Flax modules."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import warnings
@@ -23,6 +24,17 @@ Images = jax.Array | np.ndarray | PatchSequences
 # Nested dicts of arrays. Running means of a network, such as those of BatchNorm, are
 # under the name STATE.
 Params = dict
+
+
+def _with_its_precision(method: Callable) -> Callable:
+    """Returns a method whose products are computed as the model's config says."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        with self.config.matmul_precision():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +113,7 @@ class Model:
             return {**params, STATE: variables[STATE]}
         return stacking.stack(params) if self.config.stacked else params
 
+    @_with_its_precision
     def apply(
         self,
         params: Params,
@@ -132,6 +145,7 @@ class Model:
         module = self.config.reader(self.module, images)
         return module.apply(self.variables(params), images, train=train, rngs=rngs)
 
+    @_with_its_precision
     def apply_and_update(
         self, params: Params, images: Images, key: jax.Array
     ) -> tuple[dict[str, jax.Array], Params]:
@@ -162,6 +176,7 @@ class Model:
         rest = {name: value for name, value in params.items() if name != STATE}
         return {"params": rest, STATE: params[STATE]}
 
+    @_with_its_precision
     def encode(
         self,
         params: Params,
@@ -212,6 +227,7 @@ class Model:
         """Number of layers of `layer_features`; 1 if it has only the last features."""
         return max(1, self.config.num_layers)
 
+    @_with_its_precision
     def layer_features(
         self,
         params: Params,

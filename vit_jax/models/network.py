@@ -1,5 +1,6 @@
 """The interface of a network: a config dataclass that builds a Flax module."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.models import positions, stacking
+from vit_jax.models import kernels, positions, stacking
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import FORMER_KEYS, ModelConfig
 
@@ -65,6 +66,17 @@ class NetworkConfig(ModelConfig):
     @property
     def no_sequences(self) -> str:
         return f"model.variant={self.variant!r} does not embed patches separately"
+
+    @property
+    def rounds_products(self) -> bool:
+        """Whether operands of matrix products are bfloat16."""
+        return "bfloat16" in (self.dtype, self.matmul_dtype)
+
+    def matmul_precision(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which products are traced as `matmul_dtype` says."""
+        if not self.matmul_dtype:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(kernels.BFLOAT16_OPERANDS)
 
     def sized(self) -> "NetworkConfig":
         """Returns the config with keys that are 0 replaced by the variant's values."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Key
 
 from vit_jax.errors import UserError
 from vit_jax.models.kernels import gelu_erf
-from vit_jax.models.layers import LayerNorm
+from vit_jax.models.layers import Dense, LayerNorm
 from vit_jax.models.model import Model, Params
 from vit_jax.models.network import STATE
 from vit_jax.models.patches import PatchSequences
@@ -49,7 +49,7 @@ class LinearHead(nn.Module):
         # Momentum and epsilon of torch.nn.BatchNorm2d.
         norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5)
         x = norm(x.astype(jnp.float32)).astype(self.dtype)
-        return nn.Dense(
+        return Dense(
             self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
         )(x)
 
@@ -76,7 +76,7 @@ class PyramidHead(nn.Module):
             maps = self._scales(jnp.concatenate(maps, -1).astype(self.dtype))
         grid = max(features.shape[1:3] for features in maps)
         total = sum(resize(self._lateral(features), grid) for features in maps)
-        return nn.Dense(
+        return Dense(
             self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
         )(gelu_erf(total))
 
@@ -88,7 +88,7 @@ class PyramidHead(nn.Module):
         return [self._enlarge(fine, quarter), twice, x, coarse]
 
     def _enlarge(self, x, width):
-        return depth_to_space(nn.Dense(4 * width, dtype=self.dtype)(x))
+        return depth_to_space(Dense(4 * width, dtype=self.dtype)(x))
 
     def _lateral(self, x):
         x = self._norm(nn.Conv(self.width, (1, 1), use_bias=False, dtype=self.dtype)(x))
@@ -159,7 +159,8 @@ class Segmenter:
           UserError: the network or the head does not support sequences.
         """
         maps, variables = self._maps(network, images), {"params": head, STATE: means}
-        return self.head.apply(variables, maps).astype(jnp.float32)
+        with self.model.config.matmul_precision():
+            return self.head.apply(variables, maps).astype(jnp.float32)
 
     def logits_and_means(
         self,
@@ -177,7 +178,10 @@ class Segmenter:
         """
         maps = self._maps(network, images, key)
         variables = {"params": head, STATE: means}
-        logits, changed = self.head.apply(variables, maps, train=True, mutable=[STATE])
+        with self.model.config.matmul_precision():
+            logits, changed = self.head.apply(
+                variables, maps, train=True, mutable=[STATE]
+            )
         return logits.astype(jnp.float32), changed.get(STATE, {})
 
     def _maps(self, network, images, key=None) -> tuple[Map, ...]:

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import initializers, kept, layers
+from vit_jax.models import initializers, kept, kernels, layers
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
+    Dense,
     LayerNorm,
     Mlp,
     PatchEmbedding,
@@ -508,20 +509,20 @@ class WindowAttention(nn.Module):
             fill = nn.initializers.constant(math.log(10))
             scale = self.param("logit_scale", fill, (self.num_heads,), jnp.float32)
             scale = jnp.exp(jnp.minimum(scale, _LARGEST_SCALE)).reshape(1, 1, -1, 1, 1)
-            logits = jnp.einsum("bwhmk,bwhnk->bwhmn", _unit(q), _unit(k)).astype(
+            logits = kernels.einsum("bwhmk,bwhnk->bwhmn", _unit(q), _unit(k)).astype(
                 jnp.float32
             )
             logits = logits * scale
         else:
             q = q * (D // self.num_heads) ** -0.5
-            logits = jnp.einsum("bwhmk,bwhnk->bwhmn", q, k).astype(jnp.float32)
+            logits = kernels.einsum("bwhmk,bwhnk->bwhmn", q, k).astype(jnp.float32)
         logits = logits + self._bias()[None, None]
         if (mask := self.windows.mask()) is not None:
             logits = logits + mask[None, :, None]
         weights = jax.nn.softmax(logits)
         if self.is_mutable_collection(INTERMEDIATES):
             self.sow(INTERMEDIATES, "weights", weights)
-        x = jnp.einsum("bwhmn,bwhnk->bwhmk", weights.astype(v.dtype), v)
+        x = kernels.einsum("bwhmn,bwhnk->bwhmk", weights.astype(v.dtype), v)
         x = x.swapaxes(2, 3).reshape(B, W, M, D)
         return self.windows.join(_each(_dense(D, config, "proj"), x))
 
@@ -571,7 +572,7 @@ def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
 
 def _dense(features: int, config: SwinConfig, name: str, **options) -> nn.Dense:
     initial = initializers.TABLE[config.init].windows
-    return nn.Dense(
+    return Dense(
         features, kernel_init=initial, name=name, **{"dtype": config.dtype, **options}
     )
 

@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import initializers, repetition
+from vit_jax.models import initializers, kernels, repetition
 from vit_jax.models.attention import Positions
 from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
-from vit_jax.models.layers import ACTIVATIONS
+from vit_jax.models.layers import ACTIVATIONS, Dense
 
 TEXT, PROJECTION = "text", "projection"
 LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
@@ -152,7 +152,7 @@ class TextTransformer(nn.Module):
         else:
             ends = (tokens == config.eos_id).argmax(1)
             x = jnp.take_along_axis(x, ends[:, None, None], axis=1)[:, 0]
-        head = nn.Dense(
+        head = Dense(
             self.embed_dim,
             use_bias=config.projection == "bias",
             kernel_init=row.text_head,
@@ -174,7 +174,7 @@ def embed_images(params: Mapping, features: Float[Array, "B D"]) -> Float[Array,
     """
     x = features.astype(jnp.float32)
     if PROJECTION in params:
-        x = x @ jnp.asarray(params[PROJECTION]["kernel"])
+        x = kernels.product(x, jnp.asarray(params[PROJECTION]["kernel"]))
         if "bias" in params[PROJECTION]:
             x = x + jnp.asarray(params[PROJECTION]["bias"])[None]
     return normalized(x)

@@ -47,6 +47,13 @@ class ModelConfig:
         "Dtype of the computation, for any dtype of images; parameters are float32.",
         choices=("float32", "bfloat16"),
     )
+    matmul_dtype: str = key(
+        "",
+        "Dtype to which the operands of matrix products are rounded; products are "
+        'summed in float32. "" keeps `model.dtype`. "bfloat16" with float32 as '
+        "`model.dtype` halves the time of training on CPUs with AMX instructions.",
+        choices=("", "bfloat16"),
+    )
 
 
 # Keys of earlier versions, which files of weights and workdirs may contain. They only

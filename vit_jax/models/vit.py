@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
         if config.fc_norm:
             x = config.norm(name="fc_norm")(x)
         if config.representation_layer:
-            x = nn.Dense(config.width, dtype=config.dtype, name="pre_logits")(x)
+            x = layers.Dense(config.width, dtype=config.dtype, name="pre_logits")(x)
             x = nn.tanh(x)
         return x.astype(jnp.float32)
 

@@ -196,8 +196,9 @@ class Contrastive(ImageTask):
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])
         outputs = self.model.apply(params["network"], images, train=True, key=rng)
-        images = text.embed_images(params, outputs["pre_logits"])
-        texts = text.embed_texts(self.text, params, batch[TOKENS])
+        with self.model.config.matmul_precision():
+            images = text.embed_images(params, outputs["pre_logits"])
+            texts = text.embed_texts(self.text, params, batch[TOKENS])
         scale, bias = text.scale_and_bias(params)
         if self.config.max_temperature:
             scale = _at_most(scale, self.config.max_temperature)

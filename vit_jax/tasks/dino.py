@@ -201,7 +201,8 @@ class Dino(Task):
             crops = batch["small_crops"]
             features.append(self._features(params, crops, train, keys[1]))
         features = jnp.concatenate(features, axis=1)
-        return self.head.apply({"params": params["head"]}, features)
+        with self.model.config.matmul_precision():
+            return self.head.apply({"params": params["head"]}, features)
 
     def model_of(self, crops: Float[Array, "... Y X C"]) -> Model:
         """Returns the network for the size of the crops."""

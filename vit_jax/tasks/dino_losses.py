@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vit_jax.models import initializers
-from vit_jax.models.kernels import gelu_erf
+from vit_jax.models.kernels import gelu_erf, product
+from vit_jax.models.layers import Dense
 
 
 class Head(nn.Module):
@@ -44,7 +45,7 @@ class Head(nn.Module):
         for i, size in enumerate(sizes):
             x = gelu_erf(x) if i else x
             initial = initializers.TABLE["timm"].mlp.kernel
-            dense = nn.Dense(
+            dense = Dense(
                 size, dtype=self.dtype, kernel_init=initial, name=f"Dense_{i}"
             )
             x = dense(x)
@@ -57,11 +58,7 @@ class Head(nn.Module):
         direction = self.param(
             "last_layer", last.kernel, (self.bottleneck_dim, self.num_outputs)
         )
-        x = jnp.matmul(
-            x.astype(self.dtype),
-            direction.astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        x = product(x.astype(self.dtype), direction.astype(self.dtype), "float32")
         if not self.weight_norm:
             return x
         # Divide after the product: on a CPU, XLA would fuse the division into it and

@@ -445,12 +445,10 @@ class Dinov2(Dino):
         taken = jnp.take_along_axis(groups, masked.index[..., None], axis=1)
         taken = taken.reshape(-1, patches.shape[-1])
         head = params["patch_head" if self.config.separate_heads else "head"]
-        return Answers(
-            features,
-            patches,
-            self.head.apply({"params": params["head"]}, classes),
-            self.patch_head.apply({"params": head}, taken),
-        )
+        with self.model.config.matmul_precision():
+            classes = self.head.apply({"params": params["head"]}, classes)
+            taken = self.patch_head.apply({"params": head}, taken)
+        return Answers(features, patches, classes, taken)
 
     def _small_tokens(self, params, crops, train, key) -> Float[Array, "BV N D"]:
         if not self.config.small_norm:

@@ -20,6 +20,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 from vit_jax.models.encoder import ENCODER
+from vit_jax.models.layers import Dense
 from vit_jax.models.positions.added import AddedPosition
 from vit_jax.models.repetition import RepeatedConfig, RepeatedEncoder
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
@@ -128,7 +129,8 @@ class Mae(MaskedImageTask):
         latent = model.encode(
             params["network"], images, train=train, key=key, visible=visible
         )
-        predicted = decoder.apply({"params": params["decoder"]}, latent, place)
+        with model.config.matmul_precision():
+            predicted = decoder.apply({"params": params["decoder"]}, latent, place)
         mask = (place >= self.num_visible).astype(jnp.float32)
         return predicted.astype(jnp.float32), mask
 
@@ -200,7 +202,7 @@ class Decoder(nn.Module):
         """
         config, P = self.config, self.num_prefix_tokens
         dense = functools.partial(
-            nn.Dense, kernel_init=nn.initializers.xavier_uniform(), dtype=config.dtype
+            Dense, kernel_init=nn.initializers.xavier_uniform(), dtype=config.dtype
         )
         x = dense(config.width, name="embedding")(latent)
         token = self.param(

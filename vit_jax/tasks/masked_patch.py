@@ -21,6 +21,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
+from vit_jax.models.layers import Dense
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -106,7 +107,7 @@ class MaskedPatch(MaskedImageTask):
         self._cell = model.config.patch_size // cells
         size = model.config.patch_size**2 * data.channels
         outputs = cells**2 * NUM_COLORS if self._in_colors else size
-        self._decoder = nn.Dense(outputs, kernel_init=nn.initializers.zeros)
+        self._decoder = Dense(outputs, kernel_init=nn.initializers.zeros)
 
     def draw(self, index, rng):
         key = jax.random.fold_in(rng, 0x636F7272)
@@ -157,7 +158,8 @@ class MaskedPatch(MaskedImageTask):
             edit_patches=lambda x: self.corrupt(x, params["mask_token"], batch),
         )
         x = x[:, self.model.num_prefix_tokens :].astype(jnp.float32)
-        predicted = self._decoder.apply({"params": params["decoder"]}, x)
+        with self.model.config.matmul_precision():
+            predicted = self._decoder.apply({"params": params["decoder"]}, x)
         return predicted, self.chosen(batch)
 
     def loss(self, params, extra, batch, rng):

@@ -11,7 +11,6 @@ import functools
 import math
 from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +19,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, initializers
+from vit_jax.models.layers import Dense
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -80,7 +80,7 @@ class SimMim(MaskedImageTask):
         self._initial = initializers.of(model.config)
         kernel = self._initial.decoder.kernel
         dtype = model.options["dtype"]
-        self._decoder = nn.Dense(size, dtype=dtype, kernel_init=kernel)
+        self._decoder = Dense(size, dtype=dtype, kernel_init=kernel)
 
     def draw(self, index, rng):
         key = jax.random.fold_in(rng, 0x756E6974)
@@ -121,7 +121,8 @@ class SimMim(MaskedImageTask):
             params["network"], images, train=train, key=key, edit_patches=hide
         )
         x = x[:, self.model.num_prefix_tokens :]
-        predicted = self._decoder.apply({"params": params["decoder"]}, x)
+        with self.model.config.matmul_precision():
+            predicted = self._decoder.apply({"params": params["decoder"]}, x)
         # A unit covers whole tokens, so one patch of each token has the token's mask.
         step = self.model.config.encoder_stride // self.model.config.patch_size
         mask = mask.reshape(-1, *self.model.grid)[:, ::step, ::step]

@@ -114,6 +114,7 @@ def jit_step(
     mesh: Mesh,
     shardings: TrainState,
     *,
+    bfloat16: bool,
     donate: bool = True,
     num_scalars: int = 0,
 ) -> Step:
@@ -123,6 +124,7 @@ def jit_step(
       step: step of `make_train_step`, or a step with `num_scalars` extra arguments.
       mesh: mesh of all devices.
       shardings: state with the sharding of each array.
+      bfloat16: whether matrix products have bfloat16 operands.
       donate: whether to reuse the memory of the state that is passed in. Set it to
         False for JAX's NaN check, which runs a failed step again with the same input.
       num_scalars: number of replicated arguments after the batch.
@@ -133,7 +135,9 @@ def jit_step(
         donate_argnums=(0,) if donate else (),
         in_shardings=(shardings, meshes.batched(mesh), *[replicated] * num_scalars),
         out_shardings=(shardings, replicated),
-        compiler_options=compilation.options(mesh.devices.flat[0].platform),
+        compiler_options=compilation.options(
+            mesh.devices.flat[0].platform, bfloat16=bfloat16
+        ),
     )
 
 

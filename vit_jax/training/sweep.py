@@ -98,6 +98,12 @@ def _compile(config: TrainConfig, setup: TrainSetup) -> Callable:
         take = train_setup.build_step(config, task, mesh, layout, optimizer)
         return take(state, batch)
 
-    jitted = jit_step(step, mesh, layout.shardings, num_scalars=1)
+    jitted = jit_step(
+        step,
+        mesh,
+        layout.shardings,
+        bfloat16=config.model.rounds_products,
+        num_scalars=1,
+    )
     peak = jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
     return jitted.lower(layout.shapes, layout.batch, peak).compile()

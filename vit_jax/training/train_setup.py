@@ -199,7 +199,11 @@ def build(
         layout=layout,
         first=FirstState(init, create),
         train_step=steps.jit_step(
-            step, mesh, layout.shardings, donate=not config.debug_nans
+            step,
+            mesh,
+            layout.shardings,
+            bfloat16=config.model.rounds_products,
+            donate=not config.debug_nans,
         ),
         notes=notes,
         training_flops=_training_flops(task, params, config),

@@ -80,7 +80,7 @@ def forward_speed(model, config: TrainConfig) -> float:
     shape = (config.batch_size, *config.data.image_size, config.data.channels)
     images = jnp.zeros(shape, jnp.float32)
     params = jax.jit(model.init)(jax.random.key(config.seed))
-    options = compilation.options(jax.devices()[0].platform)
+    options = compilation.options(bfloat16=model.config.rounds_products)
     forward = jax.jit(model.apply, compiler_options=options)
     jax.block_until_ready(forward(params, images))  # Compile before timing.
     seconds = []
