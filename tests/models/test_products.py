@@ -1,7 +1,6 @@
 """Matrix products with bfloat16 operands and float32 sums, as CPUs compute them."""
 
 import functools
-import pathlib
 import re
 
 import jax
@@ -160,15 +159,7 @@ def _operands_of(function, *args):
     return {x for one in products for x in re.findall(r"x(\w+)>", one)}
 
 
-def _has_fast_bfloat16():
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "amx_bf16" in text or "avx512_bf16" in text
-
-
-@pytest.mark.skipif(not _has_fast_bfloat16(), reason="no bfloat16 in this processor")
+@pytest.mark.skipif(not kernels.has_amx(), reason="this processor has no AMX")
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_xla_passes_products_of_bfloat16_to_its_fast_library(equation):
     # In another release of jaxlib a failure here means that training takes twice as long.

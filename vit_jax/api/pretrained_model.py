@@ -16,7 +16,7 @@ from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.api import images as given_images
 from vit_jax.api.images import Images
 from vit_jax.api.models import check_names, network_keys, sides
-from vit_jax.config import arguments
+from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
 from vit_jax.data.preprocess import FIELDS, Preprocess, checked_fields
 from vit_jax.errors import UserError
@@ -157,7 +157,7 @@ def _with_network_keys(
       UserError: a key is unknown, or its value changes the shapes of parameters.
     """
     variant = pretrained.options["variant"]
-    known = network_keys(variant, pretrained.options).keys() - {"variant"}
+    known = fields.fields(models.VARIANTS.find(variant, "model")).keys() - {"variant"}
     if unknown := sorted(given.keys() - known):
         raise UserError(
             f"{unknown[0]}={given[unknown[0]]!r}: not one of "

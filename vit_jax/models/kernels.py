@@ -5,6 +5,7 @@ Letters: B images, N tokens, D model width, Y by X patches.
 
 import functools
 import math
+import pathlib
 
 import flax.linen as nn
 import jax
@@ -254,6 +255,15 @@ def _swapped(axes: str) -> str:
 
 def _as_row_major(x):
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Returns whether the processor has AMX instructions for products of bfloat16."""
+    try:
+        return " amx_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:  # The system is not Linux.
+        return False
 
 
 def _uses_bfloat16(x: Array) -> bool:

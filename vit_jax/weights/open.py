@@ -25,8 +25,8 @@ from vit_jax.weights.surgery import FitRow
 
 # Keys whose difference does not change results, or is reported in another row.
 _REPORTED = {
-    *("variant", "dtype", "posemb_resize", "bias_resize", "patch_resize"),
-    "representation_layer",
+    *("variant", "dtype", "matmul_dtype", "representation_layer"),
+    *("posemb_resize", "bias_resize", "patch_resize"),
 }
 
 

@@ -29,7 +29,8 @@ SCALES = {
 
 # Keys that every format supports, or that the writer checks.
 _IN_ALL_FORMATS = {
-    *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
+    *("variant", "dtype", "matmul_dtype"),
+    *("width", "depth", "num_heads", "mlp_dim", "stage_depths"),
     *("posemb", "posemb_placement", "posemb_resize"),
     *("rope_temperature", "rope_reference", "activation", "layer_norm_eps"),
     *("pool", "class_token", "fc_norm", "patch_resize"),

@@ -30,6 +30,7 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
+from vit_jax.distributed import compilation
 from vit_jax.evaluators.splits import Subset
 from vit_jax.models import patches
 from vit_jax.tools.finetuning import mistakes
@@ -64,7 +65,9 @@ def write(
     how = Preprocess(image_size=data.image_size, mean=data.mean, std=data.std)
     model, params = surgery.fit_network(pretrained, how)
 
-    @jax.jit
+    options = compilation.options(bfloat16=model.config.rounds_products)
+
+    @functools.partial(jax.jit, compiler_options=options)
     def step(params, batch):
         images = patches.of_batch(batch, batch["image"])
         images = network_input(images, how, model.options["dtype"])
@@ -83,8 +86,11 @@ def write(
     doubts = None
     if one_each:
         train = open_source(data, data.split)
-        if len(train) > _COMPARED:
-            train = Subset(train, np.linspace(0, len(train) - 1, _COMPARED).astype(int))
+        # A forward pass takes a third of a step, so this takes a ninth of the training.
+        trained = config.num_steps(len(train)) * config.batch_size
+        most = min(_COMPARED, trained // 3)
+        if len(train) > most:
+            train = Subset(train, np.linspace(0, len(train) - 1, most).astype(int))
         seen_in_training = _evaluate(forward, data, train, config.batch_size)
         doubts = _doubts(seen_in_training, train, names)
     title = title_of(config, headline)

@@ -435,6 +435,7 @@ def _choices(
             data["train_transform"],
             "grey images" if images.grey else "photographs",
         ),
+        **_products(raw["model"]),
         "batch_size": (f"batches of {raw['batch_size']}", "from the number of images"),
         "total_steps or epochs": (
             f"{round(steps)} steps",
@@ -457,6 +458,14 @@ def _choices(
             f"{validated}; with {rule.NOISY} or more, a run may end early",
         ),
     }
+
+
+def _products(model: Mapping) -> dict[str, tuple[str, str]]:
+    """Returns the choice about matrix products and its reason, if there is one."""
+    if not model.get("matmul_dtype"):
+        return {}
+    what = f"matrix products of {model['matmul_dtype']}, summed in float32"
+    return {"model.matmul_dtype": (what, "this processor has AMX instructions")}
 
 
 def _result(done: dict, config: TrainConfig, workdir: str) -> Result:

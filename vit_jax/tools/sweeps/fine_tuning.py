@@ -16,6 +16,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked, source_type
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
+from vit_jax.models import kernels
 from vit_jax.tools.sweeps import recipes, split_guard
 from vit_jax.training import train_setup
 from vit_jax.training.config import TrainConfig, complete
@@ -31,8 +32,8 @@ MODES = {
 # Number of checkpoints per run, and minimum number of steps between them.
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
-_NOT_INHERITED = ("num_classes", "image_size", "channels", "head_bias_init", "dtype")
-_NOT_INHERITED += ("init",)
+_NOT_INHERITED = ("num_classes", "image_size", "channels", "head_bias_init", "init")
+_NOT_INHERITED += ("dtype", "matmul_dtype")
 _NOT_INHERITED += ("representation_layer", "dropout", "drop_path_rate", "patch_dropout")
 # The flag that sets each key.
 _FLAGS = {
@@ -219,10 +220,12 @@ def inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
     known = fields.fields(models.VARIANTS.find(variant, "model"))
-    dtype = (
-        "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    )  # CPUs are slow in bfloat16.
-    return {"dtype": dtype} | {
+    # CPUs are slow in bfloat16, except in products.
+    dtypes = {"dtype": "bfloat16"}
+    if jax.default_backend() == "cpu":
+        rounded = "bfloat16" if kernels.has_amx() else ""
+        dtypes = {"dtype": "float32", "matmul_dtype": rounded}
+    return dtypes | {
         name: options[name]
         for name, about in known.items()
         if name in options

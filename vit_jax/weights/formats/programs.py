@@ -94,8 +94,9 @@ def build(pretrained: Pretrained) -> Program:
             "contains: give --mean, --std and --crop_pct"
         )
     how = with_patch(how, pretrained.options)
-    # Memory layouts for GPUs would not be portable.
-    options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
+    # Memory layouts for GPUs, or for products of bfloat16, would not be portable.
+    portable = {"dtype": "float32", "matmul_dtype": "", "platform": "cpu"}
+    options = {**pretrained.options, **portable}
     any_size = bool(how.max_tokens)
     if any_size and has_segmenter(pretrained):
         raise UserError(
