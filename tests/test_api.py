@@ -21,8 +21,10 @@ from PIL import Image
 import vit_jax
 from vit_jax.api import models, pretrained_model, training
 from vit_jax.config import fields
+from vit_jax.errors import UserError
 from vit_jax.training import callbacks
 from vit_jax.training import config as configuration
+from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOISE = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), np.uint8)
@@ -151,6 +153,19 @@ def test_weights_are_loaded_with_other_keys_of_their_network(place):
     # Checks of types hide from Python that it has warned.
     words = dict.fromkeys(str(w.message).split()[0] for w in warned)
     assert [*words] == ["params", "images"]
+
+
+def test_weights_of_another_library_are_loaded_with_keys_that_it_has_not(tmp_path):
+    model = vit_jax.create_model("Ti/16", num_classes=3, image_size=16)
+    params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), model.shapes)
+    made = Pretrained(params, model.options, "vit_jax", "made")
+    export.export(made, "timm", tmp_path)
+    rounded = vit_jax.load_model(
+        tmp_path, matmul_dtype="bfloat16", tell=lambda line: None
+    )
+    assert rounded.model.config.rounds_products
+    with pytest.raises(UserError, match="matmul='x'"):
+        vit_jax.load_model(tmp_path, matmul="x", tell=lambda line: None)
 
 
 def test_images_are_given_in_any_form(place, tmp_path):

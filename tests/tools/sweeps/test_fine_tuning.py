@@ -44,7 +44,7 @@ def test_runs_have_what_the_recipe_by_hand_has():
         lines = fields.differences(theirs, ours)
         keys = {line.split(":")[0] for line in lines}
         # How often is told and saved, where it is computed, and how it is written.
-        free = {"name", "model.dtype", "checkpoint.max_to_keep"}
+        free = {"name", "model.dtype", "model.matmul_dtype", "checkpoint.max_to_keep"}
         free |= {"evals.dev", "evals.held_out"}
         assert {k for k in keys if "_every_" not in k} <= free, lines
     assert found.trial(0.01).evals == {
