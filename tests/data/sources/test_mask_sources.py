@@ -287,9 +287,13 @@ def test_synthetic_masks_show_in_the_images_and_differ(make):
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path):
-    page = (ROOT / "docs" / "data.md").read_text()
-    block = r"^```python\n# shapes.py\n(.*?)^# Prints:\n(.*?)^```$"
+    dense, page = (
+        (ROOT / "docs" / name).read_text() for name in ("dense.md", "data.md")
+    )
+    made = re.search(r"^```python\n(.*?)^```$", dense, re.DOTALL | re.MULTILINE)[1]
+    block = r"^```python\n(import numpy(?:(?!```).)*?)^# Prints:\n(.*?)^```$"
     ((code, printed),) = re.findall(block, page, re.DOTALL | re.MULTILINE)
+    code = made + code
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
