@@ -220,6 +220,6 @@ def test_the_network_of_every_variant_is_built_again():
         again = models.create(
             **fields.to_dict(found.config.model), num_classes=7, channels=3, **size
         )
-        ignored = {"dtype", "platform", "num_classes"}
+        ignored = {"dtype", "matmul_dtype", "platform", "num_classes"}
         for key in model.options.keys() - ignored:
             assert again.options[key] == model.options[key], key
