@@ -169,7 +169,7 @@ def einsum(
     """Multiplies matrices, or stacks of matrices, as `jnp.einsum`.
 
     On one CPU device, bfloat16 operands are multiplied with float32 sums. With AMX
-    instructions this is about three times as fast as float32 (docs/decisions.md). Under
+    instructions this is about twice as fast as float32 (docs/decisions.md). Under
     `jax.default_matmul_precision(BFLOAT16_OPERANDS)`, float32 operands are rounded to
     bfloat16 before, here and in the derivative: XLA does this for GPUs and TPUs, but
     ignores that precision for CPUs.
