@@ -115,3 +115,10 @@ def test_labels_that_were_changed_are_found_again():
     right = [says[i] == t for i, t in zip(changed, truth, strict=True) if i in says]
     assert np.mean(right) > 0.9
     assert mistakes.doubtful_labels(features[:1], labels[:1], 5) == []
+
+
+def test_labels_are_checked_in_a_ninth_of_the_time_of_the_training():
+    short = tiny_config(total_steps=6, batch_size=8)
+    assert report.num_checked(short, 1_000) == 16
+    long = tiny_config(total_steps=10**6, batch_size=8)
+    assert report.num_checked(long, 10**6) == 20_000

@@ -86,9 +86,7 @@ def write(
     doubts = None
     if one_each:
         train = open_source(data, data.split)
-        # A forward pass takes a third of a step, so this takes a ninth of the training.
-        trained = config.num_steps(len(train)) * config.batch_size
-        most = min(_COMPARED, trained // 3)
+        most = num_checked(config, len(train))
         if len(train) > most:
             train = Subset(train, np.linspace(0, len(train) - 1, most).astype(int))
         seen_in_training = _evaluate(forward, data, train, config.batch_size)
@@ -98,6 +96,14 @@ def write(
     path = epath.Path(workdir) / FILE
     replace_text(path, page)
     return str(path), answers
+
+
+def num_checked(config: TrainConfig, count: int) -> int:
+    """Returns the number of training images to check for doubtful labels, at most.
+
+    A forward pass takes a third of a step, so the check takes a ninth of the training.
+    """
+    return min(_COMPARED, config.num_steps(count) * config.batch_size // 3)
 
 
 def title_of(config: TrainConfig, headline: str) -> str:
