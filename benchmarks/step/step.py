@@ -7,8 +7,8 @@ On a GPU: python -m benchmarks.step.step [--models=B/16,L/16,H/14]
 On a CPU all three hold the same weights and compute the same function in one process,
 float32 with SGD and momentum (--dtype=bfloat16: without the plain one), one call of each
 a round, so that the machine's moods hit all. With --matmul-dtype=bfloat16 ours rounds the
-operands of products (model.matmul_dtype), and timm with autocast joins. timm is as its users run it on CPU: eager,
-with its fused attention.
+operands of products (model.matmul_dtype), and timm with autocast joins. timm is as its
+users run it on CPU: eager, with its fused attention.
 
 On a GPU each works in bfloat16 with Adam at the largest batch that fits it, found by
 doubling, in a process of its own; processes alternate. timm has autocast and
@@ -88,15 +88,15 @@ def same_weights(variant, args):
         found = {"ours": ours, "timm": timm}
         if args.matmul_dtype:
             found[AUTOCAST] = make(dtype=args.matmul_dtype)
-    if plain_joins(args) and variant in step_contenders.PLAIN:
+    if in_float32(args) and variant in step_contenders.PLAIN:
         found["plain"] = step_contenders.Plain(variant, images, labels, params=params)
     # timm's ResNets have other epsilons.
-    exact = plain_joins(args) and not variant.startswith("R")
+    exact = in_float32(args) and not variant.startswith("R")
     check_same(found, exact=exact, title=f"{variant} batch {size}")
     return found
 
 
-def plain_joins(args):
+def in_float32(args):
     """Returns whether all contenders compute in float32."""
     return args.dtype == "float32" and not args.matmul_dtype
 
@@ -128,7 +128,7 @@ def on_cpu(args):
         import torch
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # As XLA.
-    names = ["timm"] * args.timm + ["plain"] * plain_joins(args)
+    names = ["timm"] * args.timm + ["plain"] * in_float32(args)
     names += [AUTOCAST] * (args.timm and bool(args.matmul_dtype))
     heads = ["ours, s", *(f"{n}, s" for n in names), *(f"ours / {n}" for n in names)]
     print(f"| model | what | {' | '.join(heads)} |\n|---|---{'|---' * len(heads)}|")

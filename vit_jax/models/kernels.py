@@ -200,8 +200,7 @@ def _einsum_forward(equation, dtype, left, right):
 
 def _einsum_backward(equation, dtype, kept, grad):
     left, right, of_left, of_right = kept
-    axes, result = equation.split("->")
-    a, b = axes.split(",")
+    a, b, result = equation.replace("->", ",").split(",")
     grad = grad.astype(jnp.bfloat16)
     # The first of the last two axes is that of the first operand.
     if a[-2] in result:
@@ -225,16 +224,14 @@ def _dot(equation: str, left, right) -> Array:
     summed over its last axis and all memory layouts follow the order of the axes.
     Others it computes in float32, or fails (jaxlib 0.10.2).
     """
-    axes, result = equation.split("->")
-    a, b = axes.split(",")
+    a, b, result = equation.replace("->", ",").split(",")
     (summed,) = set(a) & set(b) - set(result)
     place, of_right = a.index(summed), b.index(summed)
     if place != left.ndim - 1:
         if right.shape[2 * left.ndim - 3 - of_right] < left.shape[-1]:
             # A copy of the narrower operand and one of the result take less time.
-            return jnp.swapaxes(
-                _dot(f"{b},{a}->{_swapped(result)}", right, left), -1, -2
-            )
+            swapped = result[:-2] + result[-1] + result[-2]
+            return jnp.swapaxes(_dot(f"{b},{a}->{swapped}", right, left), -1, -2)
         left = jnp.swapaxes(left, -1, -2)
     leading = tuple(range(left.ndim - 2))
     product = jax.lax.dot_general(
@@ -247,10 +244,6 @@ def _dot(equation: str, left, right) -> Array:
     # In jax 0.10.2, a program that returns a value with such a constraint may return
     # other arrays in layouts that JAX does not know of. XLA removes the factor.
     return _as_row_major(product) * jnp.float32(1)
-
-
-def _swapped(axes: str) -> str:
-    return axes[:-2] + axes[-1] + axes[-2]
 
 
 def _as_row_major(x):

@@ -84,6 +84,7 @@ def drop_path(
     return x * jnp.where(kept, 1 / jnp.asarray(1 - rate), 0).astype(x.dtype)
 
 
+# `nn.Dense` with the products of kernels.py.
 Dense = functools.partial(nn.Dense, dot_general=kernels.dot_general)
 
 

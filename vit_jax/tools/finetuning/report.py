@@ -64,7 +64,6 @@ def write(
     # Images are prepared as in the evaluations of the run.
     how = Preprocess(image_size=data.image_size, mean=data.mean, std=data.std)
     model, params = surgery.fit_network(pretrained, how)
-
     options = compilation.options(bfloat16=model.config.rounds_products)
 
     @functools.partial(jax.jit, compiler_options=options)
