@@ -40,6 +40,7 @@ PAGES = [
     "channels",
     "any_size",
     "dense",
+    "data",  # Reads the masks that the page before makes.
     "labels",
     "studies",
     "gallery",
@@ -54,7 +55,6 @@ PRETRAINING = [
     "scale",
     "extending",
     "own_network",
-    "data",
     "install",
     "trackers",
     "images_and_text",
