@@ -1,44 +1,32 @@
 """Fine-tunes a network on a user's images, from the folder to the accuracy."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
-from etils import epath
 
 from vit_jax import models, weights
-from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
-from vit_jax.data import fingerprint
-from vit_jax.data.config import PLACE, DataConfig
-from vit_jax.data.sources.open import open_source
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.tools.finetuning import layout, rate_range, rule, trial
+from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
 from vit_jax.tools.finetuning.masked import Masks
-from vit_jax.tools.sweeps import fine_tuning, runs
-from vit_jax.training import loop, run_report
+from vit_jax.tools.sweeps import fine_tuning
+from vit_jax.training import run_report
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.training.timers import StartupTimer
-from vit_jax.weights import checkpoint_folders
 
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
 ASPECTS = ("crop", "keep")
-# Keys of `config.data` that describe how the images are arranged.
-_LAYOUT_KEYS = (*PLACE, "label_key", "multi_label")
-_LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values")
 _PLACE = "the folder or name"
 _FLAGS = {"init": "--model", "init.checkpoint": "--model"}
 _FLAGS |= {"data.name": _PLACE, "data.split": _PLACE}
@@ -127,11 +115,31 @@ class _Request:
     aspect: str = ASPECTS[0]
     fold: tuple[int, int] = (0, 0)
 
+    file = FILE
+
     @property
     def layout_keys(self) -> dict[str, object]:
         """Overrides of the arrangement of images, without the prefix "data."."""
-        keys = {name: f"data.{name}" for name in _LAYOUT_KEYS}
+        keys = {name: f"data.{name}" for name in settings.LAYOUT_KEYS}
         return {n: self.overrides[k] for n, k in keys.items() if k in self.overrides}
+
+    def command(self, images: str) -> dict:
+        """Returns everything that determines the results, see settings.py."""
+        command = {
+            "images": images,
+            "--model": masked(self.model),
+            "--minutes": self.minutes,
+            "config": {key: str(value) for key, value in self.overrides.items()},
+        }
+        if self.aspect != ASPECTS[0]:
+            command["--aspect"] = self.aspect
+        if self.fold[1]:
+            command["--folds"] = list(self.fold)
+        return command
+
+    def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
+        """Returns the chosen config and the reasons, see `choose`."""
+        return choose(self, workdir)
 
     def find(self, workdir: str) -> layout.Layout:
         """Returns the splits of the images; writes their list, see `layout.find`."""
@@ -168,68 +176,8 @@ def _request(
 def _train(
     request: _Request, workdir: str, callbacks: Iterable[Callback]
 ) -> tuple[TrainConfig, Result]:
-    path = epath.Path(workdir) / FILE
-    overrides, say = request.overrides, request.say
-    raw, images = _begun(request, workdir)
-    command = {
-        "images": images,
-        "--model": masked(request.model),
-        "--minutes": request.minutes,
-        "config": {key: str(value) for key, value in overrides.items()},
-    }
-    if request.aspect != ASPECTS[0]:
-        command["--aspect"] = request.aspect
-    if request.fold[1]:
-        command["--folds"] = list(request.fold)
-    free = _free(raw) if raw else set()
-    runs.check_command(workdir, command, begun=raw is not None, free=free)
-    if raw:
-        say(f"resuming with the settings chosen before: {path}")
-        again = {key: overrides[key] for key in free & overrides.keys()}
-        loading.override(TrainConfig, raw, again)
-    else:
-        raw, choices = choose(request, workdir)
-        width = max(map(len, choices))
-        for key, (what, why) in choices.items():
-            say(f"{key:<{width}}  {what}" + f" ({why})" * bool(why))
-        replace_text(path, json.dumps(raw, indent=2) + "\n")
-    config = loop.resolved(complete(raw))  # The page needs numbers too.
-    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
+    config, done = settings.train(request, workdir, callbacks)
     return config, _result(done, config, workdir)
-
-
-def _free(raw: Mapping) -> set[str]:
-    """Returns the keys of an earlier start's config that do not change results."""
-    keys = fields.walk(complete(raw))
-    free = {".".join(path) for path, about, _ in keys if not about.changes_result}
-    return free - {f"data.{name}" for name in _LAYOUT_KEYS}
-
-
-def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
-    """Returns the config of an earlier start that took a step, or None, and its images.
-
-    The workdir and the images may have been moved: the config gets the paths of this
-    start, and images are compared by content.
-    """
-    path, place = epath.Path(workdir) / FILE, request.place
-    if not path.exists():
-        return None, place
-    raw, images = read_json(path), runs.recorded(workdir).get("images", place)
-    loading.drop_former_keys(raw)
-    if not runs.has_begun(workdir):
-        return None, place
-    data = raw["data"]
-    if images == place or not os.path.exists(place):
-        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
-            data["data_dir"] = layout.split_file(workdir)
-        return raw, images
-    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
-        moved = complete(raw | {"data": data | request.find(scratch).data}).data
-        source = open_source(moved, moved.split)
-        stored = checkpoint_folders.read_metadata(workdir)["data"]
-        if not fingerprint.differences(stored, source):
-            return raw | {"data": data | request.find(workdir).data}, images
-    return raw, place
 
 
 def _kind_of(data: DataConfig) -> Kind:
