@@ -1,8 +1,8 @@
 """The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, evaluate.
 
 `python -m vit_jax` lists the commands. The Python functions `list_models`,
-`create_model`, `load_model`, `train`, `train_setup`, `finetune`, `evaluate` and the
-class `Callback` are attributes of this package, imported when they are first used.
+`create_model`, `load_model`, `train`, `train_setup`, `pretrain`, `finetune`, `evaluate`
+and the class `Callback` are attributes of this package, imported when they are first used.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vit_jax.api.models import create_model, list_models
     from vit_jax.api.pretrained_model import PretrainedModel, load_model
-    from vit_jax.api.training import evaluate, finetune, train, train_setup
+    from vit_jax.api.training import evaluate, finetune, pretrain, train, train_setup
     from vit_jax.errors import UserError
     from vit_jax.training.callbacks import Callback
 
@@ -25,13 +25,20 @@ __all__ = [
     "finetune",
     "list_models",
     "load_model",
+    "pretrain",
     "train",
     "train_setup",
 ]
 _MODULES = {
     "vit_jax.api.models": ("create_model", "list_models"),
     "vit_jax.api.pretrained_model": ("PretrainedModel", "load_model"),
-    "vit_jax.api.training": ("evaluate", "finetune", "train", "train_setup"),
+    "vit_jax.api.training": (
+        "evaluate",
+        "finetune",
+        "pretrain",
+        "train",
+        "train_setup",
+    ),
     "vit_jax.errors": ("UserError",),
     "vit_jax.training.callbacks": ("Callback",),
 }

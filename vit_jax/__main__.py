@@ -20,6 +20,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 COMMANDS = {
     "train": "Trains a model",
     "finetune": "Fine-tunes weights on your images",
+    "pretrain": "Pretrains on your images without labels",
     "evaluate": "Evaluates weights",
     "transfer": "Fine-tunes a checkpoint on a data set as the paper does (table 4)",
     "predict": "Classifies images",

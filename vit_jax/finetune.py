@@ -81,7 +81,7 @@ def parser() -> cli.Parser:
     )
     add(
         "--minutes",
-        type=_minutes,
+        type=cli.minutes,
         help="time limit in minutes, by the measured speed; 0: no limit; default: 15",
     )
     add(
@@ -98,16 +98,6 @@ def parser() -> cli.Parser:
     )
     add("--workdir", default="", help="default: a folder in runs/finetune/")
     return parser
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = -1.0
-    if not 0 <= minutes < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return minutes
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import checkpoint
 from vit_jax.tools.finetuning import run as finetuning
+from vit_jax.tools.pretraining import run as pretraining
 from vit_jax.training import loop
 from vit_jax.training import train_setup as setups
 from vit_jax.training.callbacks import Callback
@@ -41,6 +42,10 @@ class _Arguments(WeightsArguments):
     aspect: str = key("crop", "How images that are not square are handled.")
     minutes: float = key(0.0, "Time limit in minutes.", below=2**31)
     folds: int = key(0, "Number of folds of the cross-validation.")
+    method: str = key("", "Method of pretraining.")
+    variant: str = key("", "Network without weights.")
+    labels: str = key("", "Folder of labelled images.")
+    lora: int = key(0, "Rank of low-rank updates.")
     num_examples: int = key(1, "Images per epoch.", at_least=1)
     callbacks: tuple[Callback, ...] = key((Callback(),), "Called during training.")
 
@@ -192,6 +197,88 @@ def finetune(
             callbacks=callbacks,
             say=tell,
         )
+
+
+@_checked
+def pretrain(
+    photos: str | os.PathLike | Sequence[str | os.PathLike],
+    workdir: str | os.PathLike | None = None,
+    *,
+    model: str | os.PathLike = "",
+    method: str = "",
+    teacher: str | os.PathLike | Sequence[str | os.PathLike] = (),
+    variant: str = "",
+    labels: str | os.PathLike = "",
+    lora: int = 0,
+    minutes: int | float = pretraining.MINUTES,  # noqa: PYI041 (beartype knows)
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] = print,
+    **overrides,
+) -> pretraining.Result:
+    """Pretrains on your images without labels; resumes an interrupted run.
+
+    Each setting that is not given follows from the images, the weights and the speed of
+    the device; each choice is printed with the flag or key that changes it.
+
+    Args:
+      photos: a folder of images at any depth, a table of paths (CSV, TSV, JSON Lines,
+        Parquet), a tar shard or a folder of them, the name of a data set, such as
+        "owner/name" on the Hugging Face hub; or a list of them.
+      workdir: folder of the run, which `load_model` can open. If None, a folder under
+        runs/pretrain that depends on the images, the method and the weights only.
+      model: weights to start from, see `load_model`; if empty, random ones.
+      method: "dinov2", "mae" or "distillation"; if empty, it follows from the weights.
+      teacher: weights whose features are learnt, or several of them.
+      variant: network without `model`, such as "Ti/16".
+      labels: folder with one folder per class, as `finetune` takes, on which k-NN is
+        scored; if empty, the folders of `photos` if they are classes.
+      lora: rank of low-rank updates, the only parameters of the network that are
+        trained; 0 trains all parameters.
+      minutes: time limit for training and evaluation, kept by means of the measured
+        speed; 0 for no limit.
+      callbacks: objects whose methods are called during training, see `Callback`.
+      tell: function that receives lines about the images, choices and scores.
+      **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 1e-4}`.
+
+    Returns:
+      The scores before, during and after the training, and the report of the run.
+
+    Raises:
+      UserError: images or weights cannot be read, or they do not fit together.
+
+    Example:
+      >>> import vit_jax
+      >>> result = vit_jax.pretrain(
+      ...     "photos", "runs/unlabelled", total_steps=2
+      ... )  # doctest: +ELLIPSIS
+      the folder or name ...
+      >>> sorted(result.scores.by_step)
+      [0, 1, 2]
+    """
+    folders = photos if isinstance(photos, list | tuple) else [photos]
+    teachers = teacher if isinstance(teacher, list | tuple) else [teacher]
+    teachers = [os.fspath(each) for each in teachers if each]
+    take = lambda place: arguments.take("photos", fields.Key(help=""), place, "")
+    places = [take(place) for place in folders]
+    if not places:
+        raise UserError("photos=[]: give a folder of images, or several")
+    given = workdir or default_workdir(
+        "pretrain", method, model, ",".join(teachers), *places
+    )
+    return pretraining.pretrain(
+        places,
+        given,
+        model=model,
+        method=method,
+        teachers=teachers,
+        variant=variant,
+        labels=labels,
+        lora=lora,
+        minutes=minutes,
+        overrides=overrides,
+        callbacks=callbacks,
+        say=tell,
+    )
 
 
 @_checked

@@ -501,6 +501,17 @@ def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, .
     return tuple(m[1] for m in matches) if all(matches) else names
 
 
+def minutes(text: str) -> float:
+    """Parses a number of minutes from 0 on, for `type=` of a flag."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
 def positive(text: str, least: int = 1) -> int:
     """Parses the value of a flag as a whole number of at least `least`."""
     number = int(text) if text.isdecimal() and len(text) < 20 else -1

@@ -91,7 +91,8 @@ def test_batches_and_lengths_by_the_number_of_images():
 
 def test_the_time_bounds_length_and_size():
     def fit(minutes, speed=20.0):
-        return rule.fit(FLOWERS, 736, 224, 16, speed, float(minutes))
+        wanted = rule.epochs_of(FLOWERS)
+        return rule.fit(FLOWERS, 736, 224, 16, speed, float(minutes), wanted)
 
     free, long, short, shorter, shortest = map(fit, (0, 60, 10, 4, 0.1))
     assert (free.side, free.epochs) == (224, pytest.approx(10.2, abs=0.1))

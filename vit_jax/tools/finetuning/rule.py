@@ -157,7 +157,7 @@ def fit(
     patch: int,
     speed: float,
     minutes: float,
-    most: float = MOST_EPOCHS,
+    wanted: float,
 ) -> Length:
     """Fits the length of a run and the size of its images to a time limit.
 
@@ -168,7 +168,7 @@ def fit(
       patch: patch size of the network, in pixels.
       speed: training speed at that side, in images per second.
       minutes: time limit for training and evaluation; 0 for no limit.
-      most: maximum number of epochs.
+      wanted: number of epochs without a time limit.
     """
     # An evaluation costs as much as training on this number of images. There is one per
     # epoch, but at most EVALUATIONS.
@@ -184,7 +184,7 @@ def fit(
         seen = epochs * images.count + evaluations * evaluation
         return seen / speed * (pixels / side) ** 2
 
-    chosen, epochs = side, epochs_of(images, most)
+    chosen, epochs = side, wanted
     if minutes:
         smaller = range(side, side // 2 - 1, -patch) or [side]
         fitting = [s for s in smaller if epochs_in(60 * minutes, s) >= LEAST_EPOCHS]
@@ -192,6 +192,14 @@ def fit(
             chosen = fitting[0]
         epochs = min(epochs, epochs_in(60 * minutes, chosen))
     return Length(chosen, epochs, seconds_of(epochs, chosen))
+
+
+def products(model: Mapping) -> dict[str, tuple[str, str]]:
+    """Returns the choice about matrix products and its reason, if there is one."""
+    if not model.get("matmul_dtype"):
+        return {}
+    what = f"matrix products of {model['matmul_dtype']}, summed in float32"
+    return {"model.matmul_dtype": (what, "this processor has AMX instructions")}
 
 
 def optimizer(batch: int) -> dict:

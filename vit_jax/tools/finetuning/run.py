@@ -137,6 +137,13 @@ class _Request:
             command["--folds"] = list(self.fold)
         return command
 
+    def moved(self, raw: Mapping, workdir: str) -> dict:
+        """Returns a stored config that reads the list in a workdir that was moved."""
+        data = dict(raw["data"])
+        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
+            data["data_dir"] = layout.split_file(workdir)
+        return {**raw, "data": data}
+
     def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
         """Returns the chosen config and the reasons, see `choose`."""
         return choose(self, workdir)
@@ -243,7 +250,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
         evaluated = round(given.validated * kind.cost(given.seen, speed))
-        limits = speed, minutes, kind.most_epochs
+        limits = speed, minutes, epochs
         length = rule.fit(images, evaluated, side, step, *limits)
     batch = config_of(side, 1, 1)["batch_size"]
     steps = max(1, round(length.epochs * images.count / batch))
@@ -383,7 +390,7 @@ def _choices(
             data["train_transform"],
             "grey images" if images.grey else "photographs",
         ),
-        **_products(raw["model"]),
+        **rule.products(raw["model"]),
         "batch_size": (f"batches of {raw['batch_size']}", "from the number of images"),
         "total_steps or epochs": (
             f"{round(steps)} steps",
@@ -406,14 +413,6 @@ def _choices(
             f"{validated}; with {rule.NOISY} or more, a run may end early",
         ),
     }
-
-
-def _products(model: Mapping) -> dict[str, tuple[str, str]]:
-    """Returns the choice about matrix products and its reason, if there is one."""
-    if not model.get("matmul_dtype"):
-        return {}
-    what = f"matrix products of {model['matmul_dtype']}, summed in float32"
-    return {"model.matmul_dtype": (what, "this processor has AMX instructions")}
 
 
 def _result(done: dict, config: TrainConfig, workdir: str) -> Result:

@@ -19,7 +19,6 @@ from vit_jax.data import fingerprint
 from vit_jax.data.config import PLACE
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
-from vit_jax.tools.finetuning import layout
 from vit_jax.tools.sweeps import runs
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback
@@ -63,6 +62,9 @@ class Job(Protocol):
 
     def find(self, workdir: str) -> Found:
         """Returns the splits of the images; may write their list to the workdir."""
+
+    def moved(self, raw: Mapping, workdir: str) -> dict:
+        """Returns a stored config that reads the lists in a workdir that was moved."""
 
     def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
         """Returns the complete config as a dict, and choices and reasons by key."""
@@ -121,9 +123,7 @@ def _begun(job: Job, workdir: str) -> tuple[dict | None, str]:
         return None, place
     data = raw["data"]
     if images == place or not os.path.exists(place):
-        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
-            data["data_dir"] = layout.split_file(workdir)
-        return raw, images
+        return job.moved(raw, workdir), images
     with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
         moved = complete(raw | {"data": data | job.find(scratch).data}).data
         source = open_source(moved, moved.split)

@@ -220,12 +220,7 @@ def inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
     known = fields.fields(models.VARIANTS.find(variant, "model"))
-    # CPUs are slow in bfloat16, except in products.
-    dtypes = {"dtype": "bfloat16"}
-    if jax.default_backend() == "cpu":
-        rounded = "bfloat16" if kernels.has_amx() else ""
-        dtypes = {"dtype": "float32", "matmul_dtype": rounded}
-    return dtypes | {
+    return dtypes() | {
         name: options[name]
         for name, about in known.items()
         if name in options
@@ -233,6 +228,14 @@ def inherited(options: Mapping[str, object]) -> dict:
         and about.changes_result
         and fields.is_read(about, options)  # Given the checkpoint's choices.
     }
+
+
+def dtypes() -> dict[str, str]:
+    """Returns the keys of `config.model` for the numbers that suit this machine."""
+    if jax.default_backend() != "cpu":
+        return {"dtype": "bfloat16"}
+    # CPUs are slow in bfloat16, except in products.
+    return {"dtype": "float32", "matmul_dtype": "bfloat16" if kernels.has_amx() else ""}
 
 
 def check_feasible(task: TransferTask) -> None:

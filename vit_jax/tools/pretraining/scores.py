@@ -1,0 +1,141 @@
+"""Compares the features of a run with those of the weights that it started from."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+
+from etils import epath
+
+from vit_jax.evaluators.metric_names import text
+from vit_jax.training.actions import lower_is_better
+from vit_jax.training.callbacks import Callback, Run
+from vit_jax.training.config import TrainConfig
+
+# Metrics that are compared, as EVALUATION/METRIC, and their names for a reader.
+COMPARED = {
+    "knn/top1": "k-NN accuracy",
+    "val/loss": "held-out loss",
+    "val/teacher_entropy": "teacher's entropy",
+    "rank/rankme": "rank of features (RankMe)",
+}
+# With fewer images than this, pretraining is expected to overfit.
+FEW = 1_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of a run's evaluations.
+
+    Attributes:
+      by_step: step to scores by EVALUATION/METRIC; step 0 is the start of the run.
+      metric: the metric that chooses the checkpoint, as EVALUATION/METRIC.
+    """
+
+    by_step: Mapping[int, Mapping[str, float]]
+    metric: str
+
+    @property
+    def start(self) -> float:
+        """Value of `metric` before the first step."""
+        return self.by_step[0][self.metric]
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """Step after which `metric` was best, and its value there."""
+        later = [(s, x[self.metric]) for s, x in self.by_step.items() if s]
+        sign = 1 if lower_is_better(self.metric) else -1
+        return min(later, key=lambda item: (sign * item[1], item[0]))
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the best checkpoint is better than the start."""
+        sign = -1 if lower_is_better(self.metric) else 1
+        return sign * self.best[1] > sign * self.start
+
+
+def read(workdir: str | os.PathLike, config: TrainConfig) -> Scores:
+    """Reads the scores of a run from its workdir."""
+    rows = {}
+    lines = (epath.Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        if found := _compared(line, config):
+            rows.setdefault(line["step"], {}).update(found)
+    return Scores(rows, config.checkpoint.best_metric)
+
+
+def _compared(flat: Mapping[str, object], config: TrainConfig) -> dict[str, float]:
+    """Returns the scores that are compared, without the name of the parameters."""
+    kind = "ema" if config.has_average else "params"
+    found = {}
+    for name in COMPARED:
+        evaluation, metric = name.split("/")
+        if (key := f"{evaluation}/{kind}/{metric}") in flat:
+            found[name] = flat[key]
+    return found
+
+
+class Follow(Callback):
+    """Prints the scores of each evaluation beside those of the start."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+
+    def begin(self, run: Run) -> None:
+        self._config, self._start = run.config, {}
+        if run.start:
+            self._start = read(run.workdir, run.config).by_step.get(0, {})
+
+    def evaluate(self, step: int, scores: Mapping[str, float]) -> None:
+        found = _compared(scores, self._config)
+        if not step:
+            self._start = found
+            return
+        words = [
+            f"{COMPARED[name]} {_text(name, value)} (start {_text(name, before)})"
+            for name, value in found.items()
+            if (before := self._start.get(name)) is not None
+        ]
+        if words:
+            self._say(f"after {step} steps: {', '.join(words)}")
+
+
+def conclusion(scores: Scores, count: int, *, started: bool) -> str:
+    """Returns the line about the best checkpoint, compared with the start.
+
+    Args:
+      scores: scores of the run.
+      count: number of training images.
+      started: whether the run started from weights.
+    """
+    step, best = scores.best
+    name = COMPARED.get(scores.metric, scores.metric)
+    now, before = _text(scores.metric, best), _text(scores.metric, scores.start)
+    if scores.is_better:
+        return f"{name} {now} after {step} steps, {before} before"
+    begun = "the weights that it started from" if started else "random weights"
+    line = (
+        f"no checkpoint is better than {begun}: {name} {before} before, at best {now} "
+        f"after {step} steps"
+    )
+    if count < FEW:
+        return f"{line}; {count:,} images are few: give more, or use the weights as they are"
+    return f"{line}; train for longer (--minutes), or at a lower rate"
+
+
+def table(scores: Scores) -> list[str]:
+    """Returns the scores by step as the lines of a table."""
+    names = [n for n in COMPARED if any(n in row for row in scores.by_step.values())]
+    rows = [["steps", *(COMPARED[name] for name in names)]]
+    for step, row in sorted(scores.by_step.items()):
+        values = (_text(name, row[name]) if name in row else "" for name in names)
+        rows.append([str(step) if step else "0 (start)", *values])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _text(name: str, value: float) -> str:
+    return text(name.split("/")[1], value)
