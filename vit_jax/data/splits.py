@@ -86,12 +86,17 @@ def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
     return next((spelling[name] for name in usual if name in spelling), "")
 
 
-def held_out(groups: Sequence[str]) -> np.ndarray:
+def held_out(groups: Sequence[str], share: float = HELD_OUT) -> np.ndarray:
     """Returns a mask of images to hold out: a part of each group, with a fixed seed.
 
-    If a group has two or more images, at least one is held out and one stays.
+    If a group has two or more images, at least one is held out and one stays. At most
+    10,000 images are held out in all, apart from such single ones.
+
+    Args:
+      groups: group of each image.
+      share: fraction of a group that is held out.
     """
-    share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
+    share = min(share, MOST_HELD_OUT / len(groups))
     mask = np.zeros(len(groups), bool)
     for members in _shuffled(groups):
         count = max(round(share * len(members)), int(len(members) > 1))

@@ -9,6 +9,7 @@ data_dir are followed, since data sets are often composed of links. A link back 
 data_dir would count images twice, possibly with two labels, and is an error.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -454,6 +455,20 @@ def images_below(root: pathlib.Path, folder: str) -> list[tuple[str, int]]:
     inside = os.path.realpath(root)
     through = _followed(root / folder, inside, ())
     return _images(root, folder, inside, through)
+
+
+def other_files(folder: str | os.PathLike) -> collections.Counter[str]:
+    """Returns the number of files below a folder that are not images, by extension.
+
+    `images_below` must have checked the folder: its links do not form a circle.
+    """
+    counts = collections.Counter()
+    for entry in _entries(folder):
+        if is_folder(entry):
+            counts += other_files(entry.path)
+        elif not entry.name.lower().endswith(EXTENSIONS):
+            counts[os.path.splitext(entry.name)[1].lower()] += 1
+    return counts
 
 
 def _images(

@@ -213,6 +213,11 @@ def tables_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     return of_json | {each.stem: each for each in files if ending(each) in _EXTENSIONS}
 
 
+def is_table(path: pathlib.Path) -> bool:
+    """Returns whether a file has the extension of a table."""
+    return path.suffix.lower() in (*_EXTENSIONS, ".json")
+
+
 def split_names(place: str) -> list[str]:
     """Returns the splits of a file or folder in order; [WHOLE] without splits."""
     return list(split_sizes(place))

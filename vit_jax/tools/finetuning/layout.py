@@ -212,8 +212,9 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         elif len(flags) > 1:
             data["label_key"] = ",".join(flags)
     data |= given
-    data = _columns(first.columns, str(first.path), data) | data
-    if data.get("mask_key"):
+    labelled = not data.get("mask_key")
+    data = columns(first.columns, str(first.path), data, labelled=labelled) | data
+    if not labelled:
         wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
     else:
         wanted = table.label_columns(data["label_key"], first.columns)
@@ -267,8 +268,13 @@ def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
     return any(_is_several(row.get(labels[0])) for row in of.rows)
 
 
-def _of_name(place: str, given: Mapping) -> Layout:
-    name, data = place, dict(given)
+def set_name(place: str) -> str:
+    """Returns `data.name` of a data set, such as hf://datasets/owner/name on the hub.
+
+    Raises:
+      UserError: the place looks like a path, which does not exist.
+    """
+    name = place
     has_owner = place.count("/") == 1 and not place.startswith((".", "/", "~"))
     if has_owner and place.split("/")[0] not in SOURCES and ":" not in place:
         name = f"hf://datasets/{place}"
@@ -277,11 +283,33 @@ def _of_name(place: str, given: Mapping) -> Layout:
             f"{place} does not exist as a folder or table: give a folder of "
             "images, a CSV, TSV, JSON Lines or Parquet file, or the name of a data set"
         )
+    return name
+
+
+def hub_columns(
+    name: str, given: Mapping, *, labelled: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the splits of a data set of the hub, and `image_key` and `label_key`.
+
+    Args:
+      name: `data.name`.
+      given: keys of `config.data` set by the user.
+      labelled: whether to look for the column of labels.
+
+    Raises:
+      UserError: the set cannot be downloaded, or its columns have unusual names.
+    """
+    files = parquet.files_of_splits(parquet.download(name), name)
+    first = files[first_of(TRAIN, files) or next(iter(files))][0]
+    known = parquet.column_names(first)
+    return list(files), columns(known, name, given, labelled=labelled)
+
+
+def _of_name(place: str, given: Mapping) -> Layout:
+    name, data = set_name(place), dict(given)
     if parquet.is_hub(name):
-        files = parquet.files_of_splits(parquet.download(name), name)
-        names = list(files)
-        first = files[first_of(TRAIN, names) or names[0]][0]
-        data = _columns(parquet.column_names(first), name, given) | data
+        names, keys = hub_columns(name, given, labelled=not given.get("mask_key"))
+        data = keys | data
     else:
         entry = catalogue.ENTRIES.get(name)
         try:
@@ -331,12 +359,9 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
     if layout.test:
         tests = layout.open(layout.test)
         rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_rows(path, rows)
-    dropped = (*PLACE, "name", "split", "label_key", "multi_label")
-    kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
+    write_rows(path, rows)
     several = {"multi_label": True} if data.get("multi_label") else {}
-    data = {key: data[key] for key in kept} | several
+    data = without_place(data) | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
     return Layout(
         data,
@@ -398,7 +423,7 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
     _check_folds(count, len({*folds.tolist()} - {-1}), len(trained))
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
-    _write_rows(path, rows)
+    write_rows(path, rows)
     return layout
 
 
@@ -407,8 +432,17 @@ def _check_folds(count: int, filled: int, images: int) -> None:
         raise UserError(f"folds={count}: {images} images are too few: lower it")
 
 
-def _write_rows(path: epath.Path, rows: Sequence[Mapping[str, str]]) -> None:
+def without_place(data: Mapping) -> dict:
+    """Returns keys of `config.data` without those of the place and of its labels."""
+    dropped = (*PLACE, "name", "split", "label_key", "multi_label")
+    kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
+    return {key: data[key] for key in kept}
+
+
+def write_rows(path: epath.Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Writes a CSV file; its columns are the keys of the first row."""
     text = io.StringIO()
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     lines.writeheader()
     lines.writerows(rows)
@@ -420,11 +454,23 @@ def split_file(workdir: str) -> str:
     return str(absolute(workdir) / SPLIT_FILE)
 
 
-def _columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
-    """Returns `image_key`, and `label_key` without masks, from usual names of columns."""
+def columns(
+    known: Sequence[str], place: str, given: Mapping, *, labelled: bool = True
+) -> dict[str, str]:
+    """Returns `image_key`, and `label_key` if labelled, from usual names of columns.
+
+    Args:
+      known: names of the columns.
+      place: table or data set, for messages.
+      given: keys of `config.data` set by the user; they take precedence.
+      labelled: whether to look for the column of labels.
+
+    Raises:
+      UserError: no column has a usual name.
+    """
     keys = {}
     wanted = [("image_key", IMAGES), ("label_key", LABELS)]
-    for key, usual in wanted[: 1 if given.get("mask_key") else 2]:
+    for key, usual in wanted[: 1 + labelled]:
         keys[key] = given.get(key) or first_of(usual, known)
         if not keys[key]:
             raise UserError(

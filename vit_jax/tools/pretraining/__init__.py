@@ -1,0 +1,1 @@
+"""Pretraining on a user's photographs without labels: images, settings and the run."""
