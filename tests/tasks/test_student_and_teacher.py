@@ -15,6 +15,7 @@ from scipy.special import log_softmax, softmax
 from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.models import resizing
 from vit_jax.tasks import dino, dinov2
 from vit_jax.tasks.distillation import DistillationConfig
 from vit_jax.tasks.task import divide_ratios
@@ -125,6 +126,59 @@ def test_teacher_and_centre_move_by_their_own_momenta(dino_task):
     # What is evaluated and exported is the teacher's.
     networks = {"network": {"a": 1}}, {"teacher": {"network": {"a": 2}}}
     assert dino_task.backbone(*networks) == {"a": 2}
+
+
+@pytest.mark.parametrize("centering", ["center", "sinkhorn"])
+def test_held_out_images_are_compared_by_two_fixed_crops(centering):
+    kinds = {"sinkhorn": dinov2.Dinov2Config, "center": dino.DinoConfig}
+    config = kinds[centering](
+        num_outputs=K,
+        student_temperature=0.2,
+        teacher_temperature=0.05,
+        teacher_temperature_start=0.01,  # Of no effect: no step is warmed up.
+    )
+    task, seen = build(config), []
+
+    def outputs(params, crops):
+        seen.append(crops)
+        return jnp.asarray(params["outputs"][:, :G])
+
+    task.class_outputs = outputs
+    center = drawn(2, K, mean=-0.4, deviation=0.1)
+    extra = {"teacher": {"outputs": TEACHER}, "step": STEP}
+    extra["center"] = jnp.asarray(center)
+    if centering == "sinkhorn":
+        extra, center = {k: extra[k] for k in ("teacher", "step")}, 0.0
+    images = jnp.asarray(drawn(9, B, 8, 8, 3, mean=0.1, deviation=0.4))
+    found = task.held_out_metrics({"outputs": STUDENT}, extra, {"image": images}, KEY)
+    targets = softmax((TEACHER[:, :G] - center) / 0.05, -1)
+    student = log_softmax(STUDENT[:, :G] / 0.2, -1)
+    terms = [-(targets[:, i] * student[:, 1 - i]).sum(-1) for i in range(G)]
+    np.testing.assert_allclose(found["loss"], np.mean(terms, 0), rtol=1e-5)
+    entropy = -(targets * np.log(targets)).sum(-1).mean(1)
+    np.testing.assert_allclose(found["teacher_entropy"], entropy, rtol=1e-5)
+    for crops in seen:
+        assert crops.shape == (B, G, 8, 8, 3)
+        for crop, part in zip((0, 1), (images[:, :6, :6], images[:, 2:, 2:])):
+            for image in range(B):
+                expected = resizing.resize_grid(part[image], (8, 8), "bicubic")
+                np.testing.assert_allclose(crops[image, crop], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [dino.DinoConfig, dinov2.Dinov2Config])
+def test_outputs_of_held_out_crops_are_those_of_a_teacher(kind):
+    task = build(kind(num_outputs=K, hidden_dim=7, bottleneck_dim=3))
+    shapes = jax.eval_shape(task.init, KEY)[0]
+    params = jax.tree.map(
+        lambda x: jnp.asarray(drawn(x.size, *x.shape, mean=0.1, deviation=0.3)), shapes
+    )
+    crops = jnp.asarray(drawn(3, B, G, 8, 8, 3, mean=0.1, deviation=0.4))
+    more = ()
+    if kind is dinov2.Dinov2Config:
+        more = (MASKED._replace(index=jnp.zeros((1, M), int)),)
+    whole = task.answers(params, {"image": crops}, *more)
+    expected = getattr(whole, "outputs", whole)
+    np.testing.assert_allclose(task.class_outputs(params, crops), expected, rtol=1e-5)
 
 
 # Masked patches of each crop; the last places of `index` fill up.

@@ -13,6 +13,7 @@ EVALUATORS = Registry(
         "fewshot": "vit_jax.evaluators.fewshot:FewShotConfig",
         "knn": "vit_jax.evaluators.knn:NeighboursConfig",
         "probe": "vit_jax.evaluators.probe:ProbeConfig",
+        "rank": "vit_jax.evaluators.feature_rank:RankConfig",
         "zero_shot": "vit_jax.evaluators.image_text:ZeroShotConfig",
         "retrieval": "vit_jax.evaluators.image_text:RetrievalConfig",
         "segmentation": "vit_jax.evaluators.segmentation:SegmentationConfig",

@@ -237,7 +237,8 @@ class EvalSplits:
           config: keys of the evaluation; those in KEYS are read.
           split: split expression; "" for the first of `order` that exists.
           model_classes: whether the labels must be the model's classes.
-          labelled: whether to read labels even if the run does not read any.
+          labelled: whether to read labels even if the run does not read any; if False,
+            they are read only if another evaluation of the split reads them.
 
         Raises:
           UserError: the set or the split does not exist, or has other classes or no
@@ -353,7 +354,11 @@ class EvalSplits:
             changes |= {"num_classes": SYNTHETIC_CLASSES, "mask_key": ""}
         elif self._data.mask_key and changes.get("mask_key") == "":
             changes["num_classes"] = 0
-        return dataclasses.replace(self._data, **changes)
+        data = dataclasses.replace(self._data, **changes)
+        if labelled or not data.has_labels:
+            return data
+        unlabelled = {"num_classes": 0, "multi_label": False, "class_balance": ""}
+        return dataclasses.replace(data, **unlabelled)
 
     def _check(self, name: str, opened: EvalSplit) -> None:
         num_classes, labels = self._data.num_classes, opened.source.labels

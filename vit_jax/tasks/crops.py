@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fields.image import check_colors
@@ -172,6 +172,22 @@ class AnchoredCrops(Crops):
         image = _resize(flat, sides).reshape(*large.shape[:2], *sides, -1)
         prepared = super().prepare(batch | {"image": image}, rng)
         return prepared | {"anchor": anchor.reshape(large.shape)}
+
+
+def corner_crops(images: Float[Array, "B Y X C"]) -> Float[Array, "B G Y X C"]:
+    """Returns the upper left and the lower right part of images, at the images' size.
+
+    A part has three quarters of each side, rounded up, so that the middle of the image
+    is in both.
+
+    Args:
+      images: images, normalised.
+    """
+    size = images.shape[1:3]
+    y, x = (-(-3 * side // 4) for side in size)
+    parts = images[:, :y, :x], images[:, -y:, -x:]
+    resize = jax.vmap(lambda part: resizing.resize_grid(part, size, "bicubic"))
+    return jnp.stack([resize(part.astype(jnp.float32)) for part in parts], axis=1)
 
 
 def _resize(images: Array, size: tuple[int, int]) -> Array:

@@ -19,7 +19,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
-from vit_jax.tasks.crops import NUM_LARGE, Crops, CropSizes
+from vit_jax.tasks.crops import NUM_LARGE, Crops, CropSizes, corner_crops
 from vit_jax.tasks.dino_losses import Head, centered, cross_entropies, entropies
 from vit_jax.tasks.masking import check_unlabelled
 from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width
@@ -179,6 +179,38 @@ class Dino(Task):
             "teacher_temperature": temperature,
         }
         return loss.mean(), (metrics, {"center": teacher.mean((0, 1))})
+
+    def held_out_metrics(self, params, extra, batch, rng):
+        """Returns how well the student predicts the teacher on two crops per image.
+
+        The crops are fixed: the upper left and the lower right three quarters of each
+        side, resized to the image's size. "loss" is the mean cross-entropy of both
+        pairs of a student's and a teacher's crop, "teacher_entropy" the teacher's mean
+        entropy; both are in nats, and only of class tokens with DINOv2. The teacher's
+        temperature is the one after its warmup in every step, so that steps can be
+        compared. The centre is the running one; Sinkhorn-Knopp, which balances a whole
+        batch, is replaced by a softmax without a centre, which is defined per image.
+        """
+        crops, config = corner_crops(batch["image"]), self.config
+        student = self.class_outputs(params, crops)
+        teacher = self.class_outputs(extra["teacher"], crops)
+        center = extra.get("center", jnp.zeros(self.head.num_outputs))
+        targets = centered(teacher, center, config.teacher_temperature)
+        return {
+            "loss": cross_entropies(student / config.student_temperature, targets),
+            "teacher_entropy": entropies(targets).mean(1),
+        }
+
+    def class_outputs(
+        self, params: dict, crops: Float[Array, "B V Y X C"]
+    ) -> Float[Array, "B V K"]:
+        """Returns the head's outputs for whole crops, as in an evaluation.
+
+        Args:
+          params: parameters of student or teacher.
+          crops: crops of each image, normalised.
+        """
+        return self.answers(params, {"image": crops})
 
     def answers(
         self,

@@ -450,6 +450,13 @@ class Dinov2(Dino):
             taken = self.patch_head.apply({"params": head}, taken)
         return Answers(features, patches, classes, taken)
 
+    def class_outputs(self, params, crops):
+        tokens = self._tokens(params, crops)
+        with self.model.config.matmul_precision():
+            return self.head.apply(
+                {"params": params["head"]}, self._classes(tokens, crops.shape[1])
+            )
+
     def _small_tokens(self, params, crops, train, key) -> Float[Array, "BV N D"]:
         if not self.config.small_norm:
             return self._tokens(params, crops, train, key)

@@ -99,7 +99,10 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict) -> str:
-    """Returns one line with accuracies, mean IoUs, or else losses of evaluations."""
+    """Returns one line with accuracies, mean IoUs, or else losses of evaluations.
+
+    Of an evaluation that has none of these, the first metric is shown.
+    """
     flat = flatten_scores(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     losses = [
@@ -111,7 +114,19 @@ def scores_line(scores: dict) -> str:
     tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
     ious = [f"{k[:-5]} {v:.2%}" for k, v in flat.items() if k.endswith("/miou")]
     parts = {"top-1: ": tops, "mean IoU: ": ious, "loss: ": losses}
+    parts[""] = [
+        f"{name}/{kind}/{metric} {text(metric, values[metric])}"
+        for name, kinds in scores.items()
+        for kind, values in kinds.items()
+        for metric in list(values)[:1]
+        if not any(map(_is_quoted, values))
+    ]
     return "  ".join(name + ", ".join(part) for name, part in parts.items() if part)
+
+
+def _is_quoted(metric: str) -> bool:
+    """Returns whether `scores_line` prefers a metric to the first one."""
+    return metric.split("/")[-1] in ("top1", "loss", "miou") or is_accuracy(metric)
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
