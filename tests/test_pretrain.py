@@ -1,0 +1,184 @@
+"""`vit_jax.pretrain`: from a folder without labels to a model, with chosen settings."""
+
+import json
+import shutil
+
+import image_folder
+import numpy as np
+import pytest
+from helpers import kill_after, run_command, write_weights
+from PIL import Image
+
+import vit_jax
+from vit_jax.data.preprocess import Preprocess
+from vit_jax.errors import UserError
+from vit_jax.tools.pretraining import method as methods
+from vit_jax.tools.pretraining import scores
+from vit_jax.training import loop
+from vit_jax.training.config import complete
+from vit_jax.weights.pretrained import Pretrained
+
+SHORT = ("--minutes=0", "--config.total_steps=2")
+# A network of one block, which compiles soon.
+TINY = ("--config.model.depth=1", "--config.model.width=16")
+TINY += ("--config.model.num_heads=2", "--config.model.mlp_dim=32")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of photographs, labelled and not, and weights of a small network."""
+    root = tmp_path_factory.mktemp("pretrain")
+    image_folder.write(root / "labelled")
+    rng = np.random.default_rng(3)
+    for i in range(9):
+        path = root / "photos" / ("a/b" if i % 2 else "c") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (33, 41, 3), np.uint8)).save(path)
+    write_weights(
+        root / "weights.safetensors",
+        "abcde",
+        Preprocess(image_size=(32, 32), crop_fraction=0.875),
+        variant="Ti/8",
+        num_classes=5,
+        image_size=(32, 32),
+    )
+    return root
+
+
+@pytest.fixture
+def chosen(monkeypatch, tmp_path):
+    """Runs the command up to the training; returns the config that it would train."""
+    configs = []
+
+    def train(config, *_, **__):
+        configs.append(config)
+        raise UserError("far enough")
+
+    def choose(*words):
+        with pytest.raises(UserError, match="far enough"):
+            run_command("pretrain", [*words, f"--workdir={tmp_path / 'run'}"])
+        return configs[-1]
+
+    monkeypatch.setattr(loop, "train", train)
+    return choose
+
+
+def test_a_folder_without_labels_becomes_a_model(place, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = [place / "photos", *SHORT, *TINY]
+    assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        r"--method                    mae: the pixels of hidden patches are predicted",
+        r"batch_size                  batches of 16 (from the number of images)",
+        r"checkpoint.best_metric      the best checkpoint by val/loss",
+    ):
+        assert line in out
+    assert "after 2 steps: held-out loss" in out and "(start" in out
+    config = json.loads((run / "pretrain.json").read_text())
+    assert config["data"]["num_classes"] == 0 and config["model"]["variant"] == "Ti/4"
+    assert config["evals"].keys() == {"val", "rank"}
+    found = scores.read(run, complete(config))
+    assert sorted(found.by_step) == [0, 2]
+    assert found.by_step[2].keys() == {"val/loss", "rank/rankme"}
+    last = out.splitlines()[-1]
+    assert "after 2 steps" in last and "held-out loss" in last
+    model = vit_jax.load_model(run, tell=lambda line: None)
+    assert model.features([str(place / "photos/c/0.png")]).shape == (1, 16)
+    # The same command does nothing more, another one is refused.
+    assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
+    assert "resuming with the settings chosen before" in capsys.readouterr().out
+    with pytest.raises(UserError, match="another command.*--method"):
+        run_command("pretrain", [*words, "--method=dinov2", f"--workdir={run}"])
+
+
+def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
+    weights = f"--model={place / 'weights.safetensors'}"
+    config = chosen(place / "labelled", weights, *SHORT)
+    assert config.task.name == "dinov2" and config.init.checkpoint == weights[8:]
+    assert config.checkpoint.best_metric == "knn/top1"
+    assert config.optim.freeze == ("network/",) and config.optim.freeze_fraction
+    assert config.data.train_transform.startswith("multi_crop(32, small_size=16")
+    assert config.data.num_classes == 0 and config.evals["knn"].kind == "knn"
+    assert "dinov2: crops and masked patches" in capsys.readouterr().out
+    config = chosen(place / "photos", weights, "--method=mae", *SHORT)
+    assert config.task.name == "mae" and config.optim.name == "adamw"
+    teacher = f"--teacher={place / 'weights.safetensors'}"
+    config = chosen(place / "photos", teacher, "--variant=Ti/4", *SHORT)
+    assert config.task.name == "feature_distillation"
+    assert config.task.teachers == (teacher[10:],) and not config.init.checkpoint
+    config = chosen(place / "photos", weights, "--lora=3", *SHORT)
+    assert config.task.name == "adapters" and config.task.rank == 3
+    assert config.task.of.name == "dinov2"
+
+
+@pytest.mark.parametrize(
+    ("task", "form", "expected"),
+    [
+        ({"name": "mae"}, "workdir", "mae"),
+        ({}, "mae", "mae"),
+        ({"name": "dino"}, "workdir", "dinov2"),
+        ({}, "dinov2", "dinov2"),
+        ({"name": "classification"}, "workdir", "dinov2"),
+        ({}, "timm", "dinov2"),
+    ],
+)
+def test_the_method_follows_from_the_weights(task, form, expected):
+    weights = Pretrained({}, {}, form, "made", task=task)
+    assert methods.suits(weights, ())[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method=simclr"], r"--method='simclr' is not a method: .*dinov2, mae"),
+        (["--method=distillation"], "needs weights to learn from: --teacher"),
+        (["--method=mae", "--teacher=W"], "--teacher with --method=mae"),
+        (["--variant=Ti/4", "--model=W"], "--variant=Ti/4 with --model=W"),
+        (["--lora=2"], "--lora=2 adapts weights"),
+        (["--config.task.name=dino"], "config.task.name: --method sets it"),
+        (["--config.evals.knn.k=3"], "config.evals"),
+        (["--variant=R50x1", "--method=mae"], r"--method=mae.*'R50x1'.*no patches"),
+        (["--variant=R50x1", "--method=dinov2"], r"--method=dinov2.*'R50x1'"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other(place, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        run_command("pretrain", [place / "photos", *words, f"--workdir={tmp_path}"])
+
+
+def test_the_best_step_is_compared_with_the_start():
+    rows = {0: {"knn/top1": 0.5}, 3: {"knn/top1": 0.625}, 6: {"knn/top1": 0.25}}
+    better = scores.Scores(rows, "knn/top1")
+    assert (better.start, better.best, better.is_better) == (0.5, (3, 0.625), True)
+    line = scores.conclusion(better, 2_000, started=True)
+    assert line == "k-NN accuracy 62.50% after 3 steps, 50.00% before"
+    rows = {0: {"val/loss": 0.5}, 3: {"val/loss": 0.75}}
+    worse = scores.Scores(rows, "val/loss")
+    assert (worse.best, worse.is_better) == ((3, 0.75), False)
+    line = scores.conclusion(worse, 60, started=True)
+    assert "no checkpoint is better than the weights" in line and "60 images" in line
+    assert "--minutes" in scores.conclusion(worse, 2_000, started=False)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_and_is_a_model_for_every_command(place, tmp_path, capsys):
+    weights = f"--model={place / 'weights.safetensors'}"
+    run = tmp_path / "run"
+    words = [place / "labelled", weights, *SHORT, f"--workdir={run}"]
+    words += ["--config.checkpoint_every_steps=1", "--config.checkpoint.max_to_keep=9"]
+    assert run_command("pretrain", words) == 0
+    out = capsys.readouterr().out
+    assert "after 2 steps: k-NN accuracy" in out
+    before = json.loads((run / "report.json").read_text())
+    kill_after(1, run)
+    assert run_command("pretrain", words) == 0
+    after = json.loads((run / "report.json").read_text())
+    assert after["params_sha256"] == before["params_sha256"]
+    tuned = [place / "labelled", f"--model={run}", f"--workdir={tmp_path / 'tuned'}"]
+    assert run_command("finetune", [*tuned, *SHORT]) == 0
+    # The workdir and the photographs may move.
+    shutil.move(run, tmp_path / "moved")
+    words[-3] = f"--workdir={tmp_path / 'moved'}"
+    assert run_command("pretrain", words) == 0
+    assert "resuming with the settings chosen before" in capsys.readouterr().out
