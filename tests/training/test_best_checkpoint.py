@@ -11,11 +11,12 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import tiny_config, train
+from helpers import kill_after, tiny_config, train
 
+import vit_jax
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
-from vit_jax.training import optim
+from vit_jax.training import loop, optim, sweep
 from vit_jax.training.actions import BestCheckpoint, Evaluating, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
@@ -206,6 +207,89 @@ def test_a_step_counts_once_and_a_lost_checkpoint_is_not_chosen():
     assert not found.is_exhausted
     assert not found.update(4, {"other": {"params": {"loss": 0.0}}})
     np.testing.assert_equal(found.record["step"], 2)
+
+
+@pytest.fixture(scope="module")
+def from_start(tmp_path_factory):
+    """A run that is evaluated before its first step, and its calls of `evaluate`."""
+    workdir, calls = tmp_path_factory.mktemp("start") / "run", []
+
+    class Scores(vit_jax.Callback):
+        def evaluate(self, step, scores):
+            calls.append((step, scores["val/params/loss"]))
+
+    report = train(make_config(eval_at_start=True), workdir, callbacks=[Scores()])
+    return workdir, report, calls
+
+
+def test_the_starting_weights_are_evaluated_and_nothing_else_changes(base, from_start):
+    workdir, report, calls = from_start
+    found = losses(workdir)
+    assert sorted(found) == list(range(7))
+    assert calls[:7] == list(found.items())  # Then once more the best.
+    assert {k: v for k, v in found.items() if k} == losses(base[0])
+    for name in ("best", "final", "params_sha256", "steps"):
+        assert report[name] == base[1][name]
+    assert checkpoint_folders.steps(workdir) == checkpoint_folders.steps(base[0])
+    assert "evaluation" in report["startup"]
+    assert "evaluation" not in base[1]["startup"]
+
+
+def test_scores_at_the_start_are_those_of_the_first_state(from_start):
+    setup = sweep.SweepSetups().build(make_config(), from_start[0].parent / "other")
+    suite = loop.open_suite(make_config(), setup)
+    state = setup.initial_state()
+    (scores,) = suite.run({"params": (state.params, state.extra)}).values()
+    found = losses(from_start[0])[0]
+    assert scores["params"]["loss"] == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_an_evaluation_at_the_start_that_is_ended_is_made_again(
+    from_start, tmp_path, monkeypatch, by_signal
+):
+    call = MetricLogger.log_scores if not by_signal else Evaluating._evaluate
+
+    def ended(self, *args, **more):
+        if not by_signal:
+            raise KilledError
+        os.kill(os.getpid(), signal.SIGTERM)
+        return call(self, *args, **more)
+
+    owner = MetricLogger if not by_signal else Evaluating
+    config = make_config(eval_at_start=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call.__name__, ended)
+        with pytest.raises((KilledError, Preempted), match="nothing to save|^$"):
+            train(config, tmp_path)
+    report = train(config, tmp_path)
+    for name in "best", "final", "params_sha256":
+        assert report[name] == from_start[1][name]
+    assert losses(tmp_path) == losses(from_start[0])
+
+
+def test_a_resumed_run_does_not_evaluate_its_start_again(from_start, tmp_path):
+    copy, steps = shutil.copytree(from_start[0], tmp_path / "copy"), []
+
+    class Scores(vit_jax.Callback):
+        def evaluate(self, step, scores):
+            steps.append(step)
+
+    kill_after(from_start[1]["best"]["step"], copy)
+    report = train(make_config(eval_at_start=True), copy, callbacks=[Scores()])
+    assert 0 not in steps
+    assert report["params_sha256"] == from_start[1]["params_sha256"]
+    assert losses(copy) == losses(from_start[0])
+
+
+def test_step_0_is_neither_the_best_nor_counted():
+    config = make_config(early_stopping_evals=1)
+    found = BestCheckpoint(config, [{"step": 0, "val/params/loss": 0.0}], [0])
+    assert not found.update(0, {"val": {"params": {"loss": 0.0}}})
+    assert found.record == {}
+    assert not found.is_exhausted
+    assert found.update(1, {"val": {"params": {"loss": 1.0}}})
+    assert not found.is_exhausted
 
 
 def test_what_cannot_decide_is_refused(tmp_path):

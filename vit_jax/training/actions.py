@@ -68,7 +68,7 @@ class Evaluating(Callback):
     on_every_host = True
 
     def __init__(self, config: TrainConfig, setup: TrainSetup):
-        self._intervals = {}
+        self._intervals, self._at_start = {}, config.eval_at_start
         for name, evaluation in config.evals.items():
             every = evaluation.every, evaluation.every_epochs
             if not any(every):
@@ -80,22 +80,29 @@ class Evaluating(Callback):
         saved = [*folders.steps(run.workdir), run.start]
         self._best = BestCheckpoint(run.config, run.logger.history, saved)
 
-    def catch_up(self) -> None:
-        """Runs the evaluations in which the previous start was interrupted, if any.
+    def catch_up(self) -> bool:
+        """Runs the evaluations that are due at the start and not scored yet.
 
-        It is called after `begin` of all callbacks.
+        They are those in which the previous start was interrupted, or, with
+        `eval_at_start`, those of a new run. This is called after `begin` of all
+        callbacks.
+
+        Returns:
+          Whether there were any.
         """
         run = self._run
         names = self._due(run.start)
-        if run.start and not all(run.logger.has_scores(run.start, n) for n in names):
+        owed = not all(run.logger.has_scores(run.start, name) for name in names)
+        if owed:
             if not self._evaluate(names):
-                return
+                return owed
             self._best.update(run.start, run.final)
         run.checkpoints.keep_best(self._best.record)
         if self._best.record and self._best.step == run.start:
             run.save()  # The best state may be on local disks only.
         if self._best.is_exhausted:
             run.last_step = run.start
+        return owed
 
     def after_step(self, step: int) -> None:
         run, best = self._run, self._best
@@ -142,7 +149,9 @@ class Evaluating(Callback):
             self._evaluate(self._due(run.total_steps), at=chosen)
 
     def _due(self, step: int) -> list[str]:
-        """Returns the names of the evaluations to run after a step."""
+        """Returns the names of the evaluations to run after a step, or before step 1."""
+        if not step:
+            return list(self._intervals) if self._at_start else []
         return [name for name, each in self._intervals.items() if each.is_due(step)]
 
     def _evaluate(self, names: list[str], at: int | None = None) -> bool:
@@ -179,7 +188,8 @@ class BestCheckpoint:
     """Follows `checkpoint.best_metric` over the evaluations of a run.
 
     The result depends only on the scores. So a resumed run, which reads earlier scores
-    from metrics.jsonl, chooses and stops like a run that was never interrupted.
+    from metrics.jsonl, chooses and stops like a run that was never interrupted. Scores
+    of step 0 are ignored, because no checkpoint has the weights before the first step.
 
     Args:
       config: complete config.

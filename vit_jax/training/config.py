@@ -234,6 +234,15 @@ class TrainConfig(_Config):
     eval_every_epochs: float = _interval_in_epochs(
         "Number of epochs between evaluations; 0 is off."
     )
+    eval_at_start: bool = key(
+        False,
+        "Whether a new run also evaluates before its first step; these scores are "
+        "logged at step 0. `checkpoint.best_metric` and `early_stopping_evals` ignore "
+        "them.",
+        reason="comparing with the weights that a run starts from",
+        changes_result=False,
+        in_step=False,
+    )
     early_stopping_evals: int = _interval(
         0,
         "End the run after this number of consecutive evaluations without an "

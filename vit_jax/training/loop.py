@@ -171,7 +171,9 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     )
     del restored  # The first step overwrites the memory of its state.
     run.notify("begin", run)
-    evaluating.catch_up()
+    start.timer.end_phase("init")
+    if evaluating.catch_up():
+        start.timer.end_phase("evaluation")
     _end_if_asked(run)
     return run, compiled_step
 

@@ -84,7 +84,8 @@ class WorkdirWriter(MetricWriter):
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
         self.lines: list[dict] = []
         self._folder = epath.Path(workdir)
-        self._active, self._purge = active, step + 1
+        # Scores before the first step are written again, too.
+        self._active, self._purge = active, step + 1 if step else 0
         self._events = None
         self._unwritten = []  # Pairs of step and summary for TensorBoard.
         self._columns = {"step": None}  # Columns of the table in order.
