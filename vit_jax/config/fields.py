@@ -106,6 +106,8 @@ class Choice(Section):
       patterns: whether the names are regular expressions. A name that none of them
         matches gets the default's dataclass, whose code refuses it.
       base: class that a dataclass of the user's module must derive from.
+      listed: whether the reference lists the keys of its dataclasses; False if they are
+        those of another section.
     """
 
     types: Mapping[str, type]
@@ -113,6 +115,7 @@ class Choice(Section):
     default: str
     patterns: bool = False
     base: type = object
+    listed: bool = True
 
     def find(self, name: object, where: str) -> type:
         """Returns the dataclass of a name that is set in the section at `where`.
@@ -221,6 +224,8 @@ def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
       cls: dataclass of the config.
       where: dotted key of `cls` with a dot at the end; "" for the whole config.
 
+    A choice that is not `listed` is left out.
+
     Yields:
       Dotted key, in which "NAME" stands for a name that the user chooses; name of the
       dataclass in its choice, "" for a plain section; and the dataclass.
@@ -230,7 +235,7 @@ def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
         if isinstance(about, Named):
             path, about = f"{path}.NAME", about.choice
         if isinstance(about, Choice):
-            for kind, inner in about.types.items():
+            for kind, inner in about.types.items() if about.listed else ():
                 yield path, kind, inner
                 yield from sections(inner, f"{path}.")
         elif isinstance(about, Section):

@@ -46,7 +46,8 @@ def _sections(cls: type, where: str, without: Container = ()) -> Iterator[KeyGro
         if isinstance(about, Named):
             yield from _choice(f"{path}.NAME", about.choice, about.help)
         elif isinstance(about, Choice):
-            yield from _choice(path, about, "")
+            if about.listed:
+                yield from _choice(path, about, "")
         elif isinstance(about, Section):
             yield from groups(about.cls, path)
 

@@ -8,6 +8,7 @@ TASKS = Registry(
         "distillation": "vit_jax.tasks.distillation:DistillationConfig",
         "linear_probe": "vit_jax.tasks.linear_probe:LinearProbeConfig",
         "lora": "vit_jax.tasks.lora:LoraConfig",
+        "adapters": "vit_jax.tasks.adapters:AdaptersConfig",
         "masked_patch": "vit_jax.tasks.masked_patch:MaskedPatchConfig",
         "mae": "vit_jax.tasks.mae:MaeConfig",
         "simmim": "vit_jax.tasks.simmim:SimMimConfig",

@@ -32,7 +32,7 @@ def pictures(
       `Task.pictures`; the mask of an image depends only on its index in the batch. None
       if the weights do not include the task, or the task predicts no images.
     """
-    kind = TASKS.get(pretrained.task.get("name", ""))
+    kind = TASKS.get(pretrained.objective.get("name", ""))
     if kind is None or not kind.has_pictures or not pretrained.task_params:
         return None
     data = DataConfig(
@@ -40,7 +40,7 @@ def pictures(
         channels=model.image_shape[-1],
         **preprocess.data_keys(),
     )
-    config = loading.complete(kind, pretrained.task, "task.")
+    config = loading.complete(kind, pretrained.objective, "task.")
     task = config.build(model, data, RunLength(1, 1.0))
     others = jax.device_put(pretrained.task_params)
 

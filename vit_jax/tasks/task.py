@@ -523,6 +523,11 @@ class TaskConfig:
 
     name: str = key("classification", "Task to train.")
 
+    @property
+    def pretrained_name(self) -> str:
+        """Name of the task whose pretrained parameters `with_task_params` takes."""
+        return self.name
+
     def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
         """Returns the config with values that are computed from the training records.
 

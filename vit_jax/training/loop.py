@@ -409,7 +409,7 @@ def restore_or_init(
             setup.model,
             lambda: setup.task.backbone(*setup.first.init()),
             head_bias_init=config.model.head_bias_init,
-            task=config.task.name,
+            task=config.task.pretrained_name,
             left_out=lambda others: setup.task.left_out(
                 setup.layout.shapes.params, setup.layout.shapes.extra, others
             ),

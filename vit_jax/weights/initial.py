@@ -32,7 +32,7 @@ def load_initial(
       model: the run's model.
       head_bias_init: initial bias of a new classifier.
       init: function that returns the run's initial parameters, used for missing ones.
-      task: name of the run's task.
+      task: name of the run's task, or of the task that it wraps.
       left_out: function of the parameters outside the network that returns why the task
         leaves some of them out, see `Task.left_out`.
       class_names: class names of the training data.
@@ -70,7 +70,7 @@ def load_initial(
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
     lines = [line.replace("--no_ema", "config.init.use_ema=False") for line in lines]
-    others = pretrained.task_params if pretrained.task.get("name") == task else {}
+    others = pretrained.task_params if pretrained.objective.get("name") == task else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
     left = left_out(others) if others else {}

@@ -54,6 +54,15 @@ class Pretrained:
     token_merging: int = 0
 
     @property
+    def objective(self) -> dict:
+        """Config of the task that `task_params` belong to.
+
+        It is `task`, or the task in it if `task` trains another one by adapters.
+        """
+        wrapped = self.task.get("of")
+        return wrapped if isinstance(wrapped, dict) else self.task
+
+    @property
     def num_classes(self) -> int:
         """Number of classes of the classifier or segmentation head."""
         head = self.task_params.get(segmenter.PARAMS)

@@ -319,7 +319,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     # timm has one final norm for all tokens.
     more = {"to": "--to=safetensors"} if options.get("cls_norm") else {}
     rewriting.check_network(model.options, library, has, **more)
-    kind, params = pretrained.task.get("name"), pretrained.task_params
+    kind, params = pretrained.objective.get("name"), pretrained.task_params
     notes, content = [], {}
     networks = {torch_file.TEACHER: {"network": pretrained.params}}
     if kind in _HEADS and params:
@@ -337,8 +337,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         backbone |= small_norm if rotary else {}
         arrays = {f"backbone.{k}": v for k, v in backbone.items()}
         for stored, param in _HEADS.get(kind, {}).items():
-            for name, value in _write_head(state.get(param), pretrained.task).items():
-                arrays[f"{stored}.{name}"] = value
+            head = _write_head(state.get(param), pretrained.objective)
+            arrays |= {f"{stored}.{name}": value for name, value in head.items()}
         content[who] = arrays
     for stored, param in _CENTERS.items():
         if param in params:

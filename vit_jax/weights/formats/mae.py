@@ -263,7 +263,7 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
         for name, value in decoder.items():
             name = re.sub(r"^encoder\.layer\.", _HF_BLOCKS[0], name)
             arrays[f"{_HF.prefix}{name}"] = value
-        task, (*sizes, mlp_dim) = pretrained.task, _sizes(pretrained)
+        task, (*sizes, mlp_dim) = pretrained.objective, _sizes(pretrained)
         config |= {
             "architectures": ["ViTMAEForPreTraining"],
             "mask_ratio": task["mask_ratio"],
@@ -299,14 +299,14 @@ def _encoder(
 
 def _has_decoder(pretrained: Pretrained) -> bool:
     """Returns whether a checkpoint has the decoder of a masked autoencoder."""
-    return pretrained.task.get("name") == "mae" and bool(pretrained.task_params)
+    return pretrained.objective.get("name") == "mae" and bool(pretrained.task_params)
 
 
 def _sizes(pretrained: Pretrained) -> tuple[int, int, int, int]:
     """Returns width, depth, number of heads and MLP width of a decoder."""
     blocks = pretrained.task_params["decoder"]["Transformer"]
     width, hidden = blocks["encoderblock_0"]["MlpBlock_3"]["Dense_0"]["kernel"].shape
-    return width, len(blocks) - 1, pretrained.task["decoder_num_heads"], hidden
+    return width, len(blocks) - 1, pretrained.objective["decoder_num_heads"], hidden
 
 
 def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
