@@ -18,7 +18,7 @@ _SMALL_CROPS = 4
 _SMALL_SIDE = 96 / 224  # Side of small crops divided by that of large crops.
 _FROZEN = 0.1  # Fraction of the run in which only new heads are trained.
 _HEADS = {"num_outputs": 2_048, "hidden_dim": 512, "bottleneck_dim": 128}
-_RATE = 5e-4  # For weights, in batches of 64; in proportion to the batch.
+_RATE = 1e-3  # For weights, in batches of 32; with the square root of the batch.
 _SCRATCH_RATE = 3e-3  # Muon, as measured on CIFAR-10.
 # Keys that weights with heads determine.
 _OF_HEADS = (
@@ -80,7 +80,7 @@ class Dinov2Method:
                 "grad_clip_norm_per_part": 3.0,
             }
             return {"task": task, "optim": optim, "data": {"train_transform": crops}}
-        optim = optimizer(_RATE * length.batch / 64, layer_decay=0.9)
+        optim = optimizer(_RATE * (length.batch / 32) ** 0.5, layer_decay=0.9)
         optim["grad_clip_norm_per_part"] = 3.0
         if not heads:  # New heads would spoil the network.
             optim |= {"freeze": ("network/",), "freeze_fraction": _FROZEN}
