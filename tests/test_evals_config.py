@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from vit_jax.config import fields
+from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.evaluators import EVALUATORS, splits
 from vit_jax.evaluators.classification import ClassificationConfig
@@ -60,6 +60,41 @@ def test_a_split_is_a_classification_and_a_kind_gets_its_keys():
 def test_what_no_evaluation_could_use_is_refused(value, message):
     with pytest.raises(UserError, match=message):
         complete(x=value)
+
+
+def overridden(**given):
+    """Returns the evaluations of a recipe with two of them after overrides."""
+    keys = {key.replace("__", "."): value for key, value in given.items()}
+    raw = {"evals": {"knn": {"kind": "knn"}, "val": "val"}}
+    loading.override(config.TrainConfig, raw, keys)
+    return raw["evals"]
+
+
+def test_none_removes_one_evaluation_or_all():
+    assert [*overridden(evals__knn=None)] == ["val"]
+    assert overridden(evals=None) == overridden(evals=None, evals__knn=None) == {}
+    # What is added stays.
+    assert overridden(evals=None, evals__new="test") == {"new": {"split": "test"}}
+    assert loading.read(config.TrainConfig, "mae:quick", {"evals": None})["evals"] == {}
+    raw = {"batch_size": 8, "data": {"num_classes": 3}, "optim": {"learning_rate": 0.1}}
+    assert config.complete(raw | {"evals": None}).evals == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"evals__no": None}, "evals.no=None: 'no' is not among the names knn, val;"),
+        (
+            {"evals__knn": None, "evals__knn__k": 3},
+            "evals.knn=None removes 'knn', but evals.knn.k is set too",
+        ),
+        ({"evals": {"knn": None}}, "evals={'knn': None}: .* set evals.knn=None"),
+        ({"evals": ()}, r"evals=\(\) is a section"),
+    ],
+)
+def test_a_removal_that_says_too_little_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        overridden(**given)
 
 
 @pytest.mark.parametrize("name", ["a/b", "skipped", ""])

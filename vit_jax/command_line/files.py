@@ -61,6 +61,12 @@ def check(thing: str, path: str | os.PathLike) -> None:
         )
 
 
+def cache_folder() -> pathlib.Path:
+    """Returns the folder of files that can be made again: $VIT_JAX_CACHE or a default."""
+    folder = os.environ.get("VIT_JAX_CACHE") or "~/.cache/vit_jax"
+    return pathlib.Path(folder).expanduser()
+
+
 def new_workdir(name: str) -> str:
     """Returns a folder under runs/ that does not exist yet."""
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"

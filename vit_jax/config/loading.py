@@ -172,7 +172,8 @@ def override(
     If an override changes the kind of a section, as `optim.name` does, the recipe's
     keys that the new kind does not have are dropped. A text for a section chooses its
     kind; a mapping replaces the section. A key replaces its alternatives: `total_steps`
-    replaces `epochs`. None removes a named part of a section, such as an evaluation.
+    replaces `epochs`. None removes a named part of a section, such as an evaluation
+    (`evals.knn`), or all of them (`evals`).
 
     Args:
       cls: dataclass of the config.
@@ -208,6 +209,8 @@ def _merge(
         about = fields.fields(cls).get(name)
         if isinstance(about, Named):
             value = given.pop(None, value)
+            none_left = value is None
+            value = {} if none_left else value
             _check_mapping(about, value, path)
             parts, given, kept = dict(value), _by_section(given), {}
             for part in {**parts, **given}:
@@ -216,8 +219,8 @@ def _merge(
                         f"{path}: {part!r} cannot be a name here, because files and "
                         "metrics are named after it: choose another, without /"
                     )
-                if given.get(part) == {None: None}:
-                    if part not in parts:
+                if _is_removed(parts, given, part, path):
+                    if part not in parts and not none_left:
                         known = ", ".join(parts) or "none"
                         raise UserError(
                             f"{path}.{part}=None: {part!r} is not among the names "
@@ -234,6 +237,26 @@ def _merge(
         elif given:  # Keys below a key that is not a section are refused later.
             raw[name] = given.pop(None, given)
     return raw
+
+
+def _is_removed(parts: Mapping, given: Mapping, name: str, where: str) -> bool:
+    """Returns whether overrides remove a named part of a section, by the value None."""
+    path, keys = f"{where}.{name}", given.get(name, {})
+    if name not in given:
+        if parts[name] is None:
+            raise UserError(
+                f"{where}={{{name!r}: None}}: a mapping replaces all of {where}; set "
+                f"{path}=None to remove only {name!r}"
+            )
+        return False
+    if None not in keys or keys[None] is not None:
+        return False
+    if others := [key for key in keys if key is not None]:
+        raise UserError(
+            f"{path}=None removes {name!r}, but {path}.{others[0]} is set too: leave one "
+            "of them out"
+        )
+    return True
 
 
 def _merge_section(

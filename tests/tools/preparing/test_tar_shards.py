@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import pathlib
 import re
 import signal
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 from PIL import Image
+from tar_files import jpeg, pair, shard, write_tar
 
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
@@ -26,34 +26,6 @@ from vit_jax.tools.preparing.request import Request
 pytest.importorskip("tensorflow_datasets")
 ROOT = pathlib.Path(__file__).parents[3]
 NAME = metadata.DatasetName("pairs", "", "1.0.0")
-
-
-def jpeg(value, size=(13, 9)):
-    stream = io.BytesIO()
-    Image.new("RGB", size, (value % 256, 20, 30)).save(stream, "JPEG")
-    return stream.getvalue()
-
-
-def write_tar(path, members):
-    """Writes (name, content) as WebDataset does: without folders, in order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in members:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
-
-
-def pair(i, text=None, **about):
-    """Returns the members of a sample as img2dataset writes it."""
-    key, text = f"{i:09d}", f"caption {i}" if text is None else text
-    about = {"key": key, "status": "success", "error_message": None} | about
-    about = json.dumps(about | {"alt": f"alt {i}", "cut": "a \ud83d"}).encode()
-    return {f"{key}.jpg": jpeg(i), f"{key}.json": about, f"{key}.txt": text.encode()}
-
-
-def shard(path, *samples):
-    write_tar(path, [each for sample in samples for each in sample.items()])
 
 
 def cut_at_a_member(data):

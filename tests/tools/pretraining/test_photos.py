@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tar_files import jpeg, shard
 
 from vit_jax.data import fingerprint
 from vit_jax.data.sources import parquet
@@ -228,6 +229,24 @@ def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
         "train[19:20]+train[39:40]+unlabeled[9:10]+unlabeled[19:20]"
     )
     assert set(found.open(found.validation)[0]) == {"image"}
+
+
+def test_tar_shards(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIT_JAX_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "set"
+    for first in (0, 30):
+        samples = [{f"{i}.jpg": jpeg(i), f"{i}.cls": b"0"} for i in range(first, 60)]
+        shard(place / f"{first}.tar", *samples)
+    found = find(tmp_path, place)
+    assert found.count == len(found.open(found.data["split"])) == 86
+    assert len(found.open(found.validation)) == 4
+    assert found.data["num_classes"] == 0 and found.labelled is None
+    assert find(tmp_path, *place.iterdir()) == found
+    assert find(tmp_path, place / "0.tar").count == 57
+    assert find(tmp_path, place, labels=place).labelled["name"] == "tar"
+    write(tmp_path / "photos", 4)
+    with pytest.raises(UserError, match=r"0.tar is given with other places"):
+        find(tmp_path, place / "0.tar", tmp_path / "photos")
 
 
 def test_arrays_in_memory(tmp_path):

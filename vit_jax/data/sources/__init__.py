@@ -16,6 +16,7 @@ SOURCES = Registry(
         "objectnet": f"{_HERE}.objectnet:OBJECTNET",
         "masks": f"{_HERE}.mask_folders:MASKS",
         "table": f"{_HERE}.table:TABLE",
+        "tar": f"{_HERE}.tar:TAR",
         "parquet": f"{_HERE}.parquet:PARQUET",
         "hf://datasets/owner/name": f"{_HERE}.parquet:HUB",
         "vtab/...": f"{_HERE}.vtab:VTAB",

@@ -19,7 +19,7 @@ from etils import epath
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.sources import folder, key_of, mask_folders, parquet, table
+from vit_jax.data.sources import folder, key_of, mask_folders, parquet, table, tar
 from vit_jax.data.sources.base import Source, composed, read_file, read_record
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import TEST, TRAIN, VALIDATION, first_of
@@ -149,6 +149,10 @@ def find(
             "of images, image files or tables of paths; give a data set alone"
         )
     paths = [pathlib.Path(place).expanduser().absolute() for place in places]
+    if any(map(_is_of_shards, paths)):
+        root = _folder_of_shards(paths)
+        own = len(places) == 1 and labels == places[0]
+        return _of_shards(root, given, workdir, str(root) if own else labels)
     return _of_files(paths, given, workdir, labels)
 
 
@@ -445,6 +449,38 @@ def _labels_of(labels: str, workdir: str) -> tuple[dict, set[str]]:
         if isinstance(source, folder.FolderSource):
             apart |= {os.path.realpath(source.describe(i)) for i in range(len(source))}
     return labelled, apart
+
+
+def _is_of_shards(path: pathlib.Path) -> bool:
+    """Returns whether a place is a tar file, or a folder with some and without images."""
+    if path.is_file():
+        return path.name.endswith(tar.ENDINGS)
+    folders = [path, *(path / name for name in folder.visible_folders(path))]
+    has_shards = any(tar.tar_files(each.iterdir()) for each in folders)
+    return has_shards and not folder.images_below(path, ".")
+
+
+def _folder_of_shards(paths: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Returns the place of tar shards: a path, or the folder of which all are given."""
+    if len(paths) == 1:
+        return paths[0]
+    above = paths[0].parent
+    files = tar.tar_files(above.iterdir())
+    if {*paths} != {*files}:
+        raise UserError(
+            f"{paths[0]} is given with other places: tar shards are given as one folder, "
+            "which has all of them and no others"
+        )
+    return above
+
+
+def _of_shards(root: pathlib.Path, given: Mapping, workdir: str, labels: str) -> Photos:
+    """Returns the splits of tar shards; `labels` may be their own place."""
+    names = list(tar.find(root, str(root)))
+    train = first_of(TRAIN, names) or names[0]
+    data = {**given, "name": "tar", "data_dir": str(root), "num_classes": 0}
+    source = open_unchecked(DataConfig(**data, split=train), train)
+    return _of_records(str(root), data, source, train, workdir, labels)
 
 
 def _of_name(place: str, given: Mapping, workdir: str, labels: str) -> Photos:

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 from etils import epath
 
-from vit_jax.command_line import progress
+from vit_jax.command_line import files, progress
 from vit_jax.errors import UserError
 from vit_jax.weights.hub import mirrors
 
@@ -109,7 +109,7 @@ def not_written(path: str | os.PathLike, error: OSError) -> UserError:
 
 def _cache_path(url: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
     """Returns the cache path for a URL: host, then path."""
-    folder = cache_dir or os.environ.get("VIT_JAX_CACHE") or "~/.cache/vit_jax"
+    folder = cache_dir or files.cache_folder()
     parts = urlsplit(url)
     steps = [s for s in parts.path.split("/") if s]
     if not parts.hostname or not steps or ".." in steps or parts.path.endswith("/"):
