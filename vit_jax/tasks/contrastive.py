@@ -6,16 +6,14 @@ a softmax over each row and each column of the similarities (CLIP, arXiv:2103.00
 LiT, arXiv:2111.07991), or a sigmoid of each similarity (SigLIP, arXiv:2303.15343). In
 LiT the image network is pretrained and locked: `optim.freeze=("network/.*",)`.
 
-Every device gets all embeddings and computes similarities in chunks, so no device holds
-all B x B similarities, and the loss does not depend on the number of devices.
+similarities.py computes the losses on a ring of devices: none holds the embeddings of
+the whole batch or all B x B similarities, and the loss does not depend on their number.
 
-Letters: B images and captions of a batch, C chunks of M embeddings, E width of the
-shared space, T tokens.
+Letters: B images and captions of a batch, T tokens.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import flax.linen as nn
@@ -33,6 +31,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model, initializers, stacking, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
+from vit_jax.tasks.similarities import CHUNK, LOSSES, are_closest
 from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
 
 
@@ -80,7 +79,7 @@ class ContrastiveConfig(TaskConfig):
         only_if={"loss": ("sigmoid",)},
     )
     chunk: int = key(
-        4_096,
+        CHUNK,
         "Largest number of captions that a device compares with its images at once, "
         "and of images that it compares with its captions.",
         reason="fitting large batches into the memory of a device",
@@ -204,14 +203,9 @@ class Contrastive(ImageTask):
             scale = _at_most(scale, self.config.max_temperature)
         compute = LOSSES[self.config.loss]
         loss = compute(images, texts, scale, bias, chunk=self.config.chunk)
-        matching = jnp.sum(images * texts, axis=1)
-        best = jax.lax.stop_gradient(
-            over_chunks(images, texts, self.config.chunk, lambda x: x.max(1)).max(0)
-        )
         metrics = {
             "loss": loss,
-            # Equality counts, because several images may have the same caption.
-            "top1": (matching >= best - 1e-6).mean(),
+            "top1": are_closest(images, texts, chunk=self.config.chunk).mean(),
             "temperature": scale,
         }
         return loss, (metrics, None)
@@ -296,85 +290,3 @@ def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextCon
                 "end-of-text token: set task.text.pool='last'"
             )
     return dataclasses.replace(config, **values)
-
-
-@jax.named_scope("contrastive")
-def over_chunks(
-    rows: Float[Array, "B E"],
-    columns: Float[Array, "B E"],
-    chunk: int,
-    reduce: Callable,
-) -> Float[Array, "C B"]:
-    """Reduces the products of rows and columns, chunk by chunk of the columns.
-
-    Args:
-      rows: embeddings, split over the devices.
-      columns: embeddings, replicated on every device.
-      chunk: upper limit of M, which is the largest divisor of B that does not exceed
-        it.
-      reduce: function (B, M) -> (B,); the backward pass computes its inputs again.
-    """
-    B = len(columns)
-    M = max(m for m in range(1, min(chunk, B) + 1) if B % m == 0)
-    rows = nn.with_logical_constraint(rows, ("batch", None))
-    columns = nn.with_logical_constraint(columns, (None, None))
-
-    @jax.checkpoint
-    def reduce_chunk(part):
-        products = jnp.matmul(rows, part.T, precision=jax.lax.Precision.HIGHEST)
-        return reduce(products)
-
-    if M == B:
-        return reduce_chunk(columns)[None]
-    return jax.lax.map(reduce_chunk, columns.reshape(B // M, M, -1))
-
-
-def softmax(
-    images: Float[Array, "B E"],
-    texts: Float[Array, "B E"],
-    scale: Float[Array, ""],
-    bias: Float[Array, ""],
-    *,
-    chunk: int = 4_096,
-) -> Float[Array, ""]:
-    """Returns the mean of the cross-entropies from images to texts and back.
-
-    Args:
-      images, texts: unit-length embeddings of pairs.
-      scale, bias: factor and bias of the similarities; the loss does not depend on the
-        bias.
-      chunk: upper limit of M, see `over_chunks`.
-    """
-
-    def total(rows, columns):
-        chunks = over_chunks(
-            rows, columns, chunk, lambda x: jax.nn.logsumexp(scale * x + bias, axis=1)
-        )
-        return jax.nn.logsumexp(chunks, axis=0)
-
-    matching = scale * jnp.sum(images * texts, axis=1) + bias
-    return ((total(images, texts) + total(texts, images)) / 2 - matching).mean()
-
-
-def sigmoid(
-    images: Float[Array, "B E"],
-    texts: Float[Array, "B E"],
-    scale: Float[Array, ""],
-    bias: Float[Array, ""],
-    *,
-    chunk: int = 4_096,
-) -> Float[Array, ""]:
-    """Returns the sum of an image's binary cross-entropies, averaged over images.
-
-    Args:
-      images, texts, scale, bias, chunk: arguments of `softmax`.
-    """
-    sums = over_chunks(
-        images, texts, chunk, lambda x: jax.nn.softplus(scale * x + bias).sum(1)
-    )
-    # The term of a pair is softplus(-x), which is softplus(x) - x.
-    matching = scale * jnp.sum(images * texts, axis=1) + bias
-    return (sums.sum(0) - matching).mean()
-
-
-LOSSES = {"softmax": softmax, "sigmoid": sigmoid}

@@ -11,7 +11,7 @@ from vit_jax import models, weights
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.tasks import contrastive
+from vit_jax.tasks import similarities
 from vit_jax.weights.text_tower import text_tower
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -39,7 +39,7 @@ def test_towers_are_those_of_vision_transformer(case):
     np.testing.assert_allclose(
         probabilities, wanted[f"{case}/probabilities"], atol=1e-5
     )
-    loss = contrastive.softmax(
+    loss = similarities.softmax(
         jnp.asarray(images),
         jnp.asarray(texts[:4]),
         *text.scale_and_bias(tower.params),
