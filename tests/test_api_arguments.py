@@ -63,6 +63,10 @@ def tune(data=GOOD, workdir="w", **more):
     return vit_jax.finetune(data, workdir, **more)
 
 
+def adapt(photos="configs", workdir="w", **more):
+    return vit_jax.pretrain(photos, workdir, **more)
+
+
 def function():
     """Stands for what is no instance of what an argument takes."""
 
@@ -122,6 +126,12 @@ VALUES = [
     ("finetune", tune, "folds", (1, -2)),
     ("finetune", tune, "masks", (5, "masks")),
     ("finetune", tune, "tell", (3,)),
+    ("pretrain", adapt, "workdir", (3,)),
+    ("pretrain", adapt, "model", (3,)),
+    ("pretrain", adapt, "minutes", (-1, np.nan, "5")),
+    ("pretrain", adapt, "lora", (-2, 1.5)),
+    ("pretrain", adapt, "method", (3, "simclr")),
+    ("pretrain", adapt, "labels", (3,)),
     ("evaluate", evaluate, "step", (3,)),
     ("evaluate", evaluate, "use_ema", ("no",)),
     ("evaluate", evaluate, "class_names", (3,)),
@@ -251,6 +261,11 @@ CALLS = {
         (lambda w: evaluate(w, data=GOOD[0]), "data test=ndarray"),
         (lambda w: evaluate(w, data={"a": (GOOD[0], GOOD[1][:2])}), "but 2 labels"),
         (lambda w: evaluate(w, data=(GOOD[0], GOOD[1] + 5)), "label 6"),
+    ],
+    "pretrain": [
+        (lambda: vit_jax.pretrain(), "pretrain: .*'photos'"),
+        (lambda: vit_jax.pretrain(None), "photos=None"),
+        (lambda: vit_jax.pretrain([]), r"photos=\[\]"),
     ],
     "train_setup": [
         (lambda: vit_jax.train_setup(RECIPE), "train_setup: .*'num_examples'"),

@@ -45,7 +45,9 @@ def added(network, factors):
     for path in {name.rpartition("/")[0] for name in factors}:
         a, b = (np.asarray(factors[f"{path}/{x}"], np.float64) for x in "ab")
         kernel = np.asarray(network[f"{path}/kernel"])
-        network[f"{path}/kernel"] = kernel + ALPHA / RANK * (a @ b).reshape(kernel.shape)
+        network[f"{path}/kernel"] = kernel + ALPHA / RANK * (a @ b).reshape(
+            kernel.shape
+        )
     return network
 
 
@@ -100,7 +102,12 @@ def run(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     write_workdir(config_of(name), folder / "base")
     init = {"checkpoint": str(folder / "base")}
-    return name, folder / "base", folder / "run", train(config(name, init=init), folder / "run")
+    return (
+        name,
+        folder / "base",
+        folder / "run",
+        train(config(name, init=init), folder / "run"),
+    )
 
 
 def test_the_workdir_holds_the_merged_network(run):
@@ -117,7 +124,9 @@ def test_the_workdir_holds_the_merged_network(run):
     assert np.isfinite(list(fields.flatten(report["final"]).values())).all()
 
 
-def test_the_optimiser_has_moments_of_factors_and_of_the_tasks_parameters(run, tmp_path):
+def test_the_optimiser_has_moments_of_factors_and_of_the_tasks_parameters(
+    run, tmp_path
+):
     name, base, _, _ = run
     init = {"checkpoint": str(base)}
     setup, state, notes = begin(config(name, init=init), tmp_path / "run")
@@ -154,7 +163,9 @@ def test_other_runs_start_from_it(run, tmp_path):
     setup, state, notes = begin(config(name, init=init), tmp_path / "adapters")
     assert_close(setup.task.backbone(state.params, state.extra), flat(found.params))
     assert any(line.startswith("lora of the task: left out") for line in notes)
-    assert not any(x.any() for path, x in flat(state.extra["lora"]).items() if path.endswith("b"))
+    assert not any(
+        x.any() for path, x in flat(state.extra["lora"]).items() if path.endswith("b")
+    )
     setup, state, _ = begin(config_of(name, init=init), tmp_path / "plain")
     assert_close(state.params["network"], flat(found.params))
     part = min(OWN[name])

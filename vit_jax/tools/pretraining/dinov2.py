@@ -44,9 +44,9 @@ class Dinov2Method:
         if not config.has_encoder or "class token" not in config.prefix_tokens:
             variant = given.network.options["variant"]
             raise UserError(
-                f"--method=dinov2 with the network {variant!r}, which has no class token "
+                f"method='dinov2' with the network {variant!r}, which has no class token "
                 "beside its patches: choose weights of a Vision Transformer with one, "
-                "such as deit:Ti/16, or give --teacher"
+                "such as deit:Ti/16, or give a teacher"
             )
 
     def sections(self, given: Given, length: Length) -> Mapping[str, dict]:

@@ -35,7 +35,7 @@ class MaeMethod:
         if not given.network.config.has_encoder:
             variant = given.network.options["variant"]
             raise UserError(
-                f"--method=mae with the network {variant!r}, which has no patches to "
+                f"method='mae' with the network {variant!r}, which has no patches to "
                 "hide: choose weights of a Vision Transformer, such as deit:Ti/16"
             )
 

@@ -110,7 +110,7 @@ def summary(result: Result) -> list[str]:
         lines.append(f"adapter:    {result.adapter}")
     lines += [
         f"fine-tune:  python -m vit_jax.finetune PHOTOS --model={model}",
-        f"features:   python -m vit_jax.features --model={model} IMAGES",
+        f"features:   python -m vit_jax.features --model={model} --out=FILE IMAGES",
         f"export:     python -m vit_jax.convert --model={model} --to=hf --out=FOLDER",
     ]
     return [
@@ -190,20 +190,20 @@ def _request(
             raise UserError(f"--config.{key}: {_FLAGS.get(key, _PLACE)} sets it here")
     if method and method not in METHODS:
         known = ", ".join(METHODS)
-        raise UserError(f"--method={method!r} is not a method: choose of {known}")
+        raise UserError(f"method={method!r} is not a method: choose of {known}")
     if method == "distillation" and not teachers:
-        raise UserError("--method=distillation needs weights to learn from: --teacher")
-    if teachers and method not in ("", "distillation"):
         raise UserError(
-            f"--teacher with --method={method}: only --method=distillation has one"
+            "method='distillation' needs weights to learn from: give a teacher"
         )
+    if teachers and method not in ("", "distillation"):
+        raise UserError(f"method={method!r} has no teacher: leave one of them out")
     if variant and model:
         raise UserError(
-            f"--variant={variant} with --model={masked(model)}, which has its own: leave "
-            "one of them out"
+            f"variant={variant!r} with model={masked(model)!r}, which has its own: leave one "
+            "of them out"
         )
     if lora and not model:
-        raise UserError(f"--lora={lora} adapts weights: give them with --model")
+        raise UserError(f"lora={lora} adapts weights: give a model")
     paths = [os.path.abspath(os.path.expanduser(place)) for place in places]
     found = tuple(
         path if os.path.exists(path) else place
@@ -256,9 +256,12 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
         length = rule.fit(
             given.images, evaluated, side, step, speed, request.minutes, wanted
         )
-    batch = config_of(Length(side, batch, 1), 1)["batch_size"]
-    steps = max(1, round(length.epochs * given.images.count / batch))
-    evaluations = max(1, min(EVALUATIONS, round(length.epochs)))
+    first = complete(config_of(Length(side, batch, 1), 1))
+    batch, count = first.batch_size, given.images.count
+    steps = max(1, round(length.epochs * count / batch))
+    if {"total_steps", "epochs"} & overrides.keys():
+        steps = first.num_steps(count)
+    evaluations = max(1, min(EVALUATIONS, round(steps * batch / count)))
     raw = config_of(Length(length.side, batch, steps), evaluations, request.say)
     choices = _choices(given, method, why, raw, length, speed, request)
     for key in choices.keys() & request.overrides.keys():
