@@ -1,11 +1,14 @@
 """Functions that recipes share, for arguments and `quick` versions."""
 
 import os
+import pathlib
 from types import SimpleNamespace
 
 from ml_collections import ConfigDict
 
 from vit_jax.errors import UserError
+
+FOLDER = "FOLDER"  # Value of an argument that stands for any existing folder.
 
 
 def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
@@ -15,9 +18,9 @@ def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
       arg: argument, such as "model=B/16,dataset=cifar100,quick"; "" or None for all
         defaults. Commas within brackets belong to a value, as in
         "train=even_splits(train, 3)[0]".
-      **arguments: name to default. A tuple lists the allowed values, the default first;
-        a bool is a flag, set by its bare name; any other default has the type of the
-        value.
+      **arguments: name to default. A tuple lists the allowed values, the default first,
+        and FOLDER in it allows any existing folder, as a pathlib.Path; a bool is a
+        flag, set by its bare name; any other default has the type of the value.
 
     Returns:
       An object with one attribute for each argument.
@@ -67,10 +70,14 @@ def _value(name: str, text: str, arguments: dict) -> object:
         default = (default, not default)
     if isinstance(default, tuple):
         by_text = {str(value).lower(): value for value in default}
+        if FOLDER in default and (text == FOLDER or os.path.isdir(_expanded(text))):
+            by_text.setdefault(text.lower(), pathlib.Path(_expanded(text)))
+            by_text[FOLDER.lower()] = pathlib.Path(FOLDER)
         if text.lower() in by_text:
             return by_text[text.lower()]
         known = ", ".join(filter(None, map(str, default)))
-        raise UserError(f"config argument {name}={text!r} is not one of {known}")
+        hint = " (a folder that exists)" if FOLDER in default else ""
+        raise UserError(f"config argument {name}={text!r} is not one of {known}{hint}")
     try:
         return type(default)(text)
     except ValueError:
@@ -78,6 +85,10 @@ def _value(name: str, text: str, arguments: dict) -> object:
         raise UserError(
             f"config argument {name}={text!r} is not of type {kind}"
         ) from None
+
+
+def _expanded(path: str) -> str:
+    return os.path.expanduser(path)
 
 
 # Sizes of a ViT or hybrid that any machine can train.
@@ -184,8 +195,31 @@ def use_captions(data: str, config: ConfigDict) -> None:
     if data == "coco_captions":
         return
     config.data.update(name=data, num_examples=0)
-    if os.path.isdir(os.path.expanduser(data)):
+    if os.path.isdir(_expanded(data)):
         config.data.update(name="folder", data_dir=data, caption_key="txt")
+
+
+def use_folder(data: str | pathlib.Path, config: ConfigDict) -> None:
+    """Replaces a recipe's data set by a folder of photographs, if `data` is a path.
+
+    Without labels, images at any depth are read: 5 % of them, in the order of hashes of
+    their paths, are held out for evaluations of the task. The other evaluations, which
+    need labels, are removed. With labels, folders are classes, see
+    vit_jax/data/sources/folder.py.
+    """
+    if not isinstance(data, pathlib.Path):
+        return
+    config.data.update(name="folder", data_dir=str(data), num_examples=0)
+    evals = config.get("evals", {}).items()
+    if config.data.num_classes:
+        config.evals = {name: "" for name, each in evals if isinstance(each, str)}
+        return
+    config.data.split, held_out = "all[5%:]", "all[:5%]"
+    config.evals = {
+        name: dict(each.to_dict(), split=held_out)
+        for name, each in evals
+        if each.get("kind") == "task"
+    }
 
 
 def big_vision_crop(short_side: int) -> str:
@@ -214,6 +248,8 @@ DINOV2_TASK = dict(
     dino_weight=1.0,
     patch_weight=1.0,
     koleo_weight=0.1,
+    teacher_temperature=0.07,
+    teacher_temperature_start=0.04,
     large_transforms=(JITTER, f"{JITTER} | gaussian_blur(0.9) | solarize(0.2)"),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )

@@ -9,8 +9,8 @@ Result: not run by us on ImageNet; the authors report for S/16 after 100 epochs 
 The model of a workdir is the teacher. The last layer of the head is frozen in the first
 epoch; unlike in the original, the optimiser's moments for it are updated meanwhile.
 `interpolation='fast'` in multi_crop takes a quarter of the loader's time.
-`:data=cifar10` trains a network that fits a CPU, with crops and temperatures of
-arXiv:2210.07240's code.
+`:data=FOLDER` reads photographs, of any depth. `:data=cifar10` trains a network that fits
+a CPU, with crops and temperatures of arXiv:2210.07240's code.
 """
 
 from ml_collections import ConfigDict
@@ -23,11 +23,12 @@ from configs.common import (
     quick,
     shrink_dino,
     small_image_crops,
+    use_folder,
 )
 
 ARGUMENTS = dict(
     model=("S/16", "S/8", "B/16", "B/8", "L/16"),
-    data=("imagenet", "cifar10"),
+    data=("imagenet", "cifar10", "FOLDER"),
     epochs=(100, 300, 800),
     quick=False,
 )
@@ -97,6 +98,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.log_every_steps = 50
     c.checkpoint_every_epochs = 1
 
+    use_folder(arg.data, c)
     if arg.data == "cifar10":
         cifar10(c)
         c.data.train_transform = small_image_crops(32)

@@ -9,8 +9,9 @@ Result: not run by us on ImageNet; the authors report for L/16, short, 81.6 % (k
 Numbers are those of facebookresearch/dinov2 b8931f7: ssl_default_config.yaml with
 vitl16_short.yaml (ImageNet-1k), vitl14.yaml and vitg14.yaml (long: ImageNet-22k); the
 authors distil S and B. The last stage is not published: section 5 and appendix B.2 have
-10,000 steps at 518 pixels, compressed schedules and a smaller rate. Chosen here: a tenth
-of it, larger small crops, `:data=cifar10`, and draws per images of one of 256 chips.
+10,000 steps at 518 pixels, compressed schedules and a smaller rate. Chosen here: a
+tenth of it, larger small crops, `:data=cifar10` or FOLDER (photographs without labels),
+and draws per images of one of 256 chips.
 """
 
 from ml_collections import ConfigDict
@@ -25,6 +26,7 @@ from configs.common import (
     quick,
     shrink_dino,
     small_image_crops,
+    use_folder,
 )
 
 ARGUMENTS = dict(
@@ -32,7 +34,7 @@ ARGUMENTS = dict(
     length=("short", "long"),
     stage=("pretrain", "high_resolution"),
     registers=(0, 4),
-    data=("imagenet", "cifar10"),
+    data=("imagenet", "cifar10", "FOLDER"),
     quick=False,
 )
 
@@ -41,9 +43,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     long, patch = arg.length == "long", int(arg.model.partition("/")[2])
     group = 12 if long else 8  # Batch size per chip, with 256 chips.
-    c = ConfigDict()
-    c.seed = 0
-    c.total_steps = 625_000 if long else 125_000
+    c = ConfigDict(dict(seed=0, total_steps=625_000 if long else 125_000))
     c.batch_size = 256 * group
     c.mesh = dict(data=-1)
     c.data = dict(
@@ -89,8 +89,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
         koleo_group=group if arg.model == "g/14" else 32 if long else 64,
         mask_group=group,
         teacher_momentum=0.994 if long else 0.992,
-        teacher_temperature=0.07,
-        teacher_temperature_start=0.04,
         teacher_temperature_steps=37_500,
         **DINOV2_TASK,
     )
@@ -112,10 +110,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.data.eval_transform = bicubic_crop(side * 8 // 7)
         c.model.remat_policy = "full"
         c.task.teacher_temperature_steps = round(37_500 * part)
-        warmup = round(c.optim.warmup_steps * part)
-        c.optim.update(warmup_steps=warmup, freeze_steps=round(1_250 * part))
+        c.optim.warmup_steps = round(c.optim.warmup_steps * part)
+        c.optim.freeze_steps = round(1_250 * part)
         c.optim.learning_rate /= 10
         c.total_steps = 10_000
+    use_folder(arg.data, c)
     if arg.data == "cifar10":
         cifar10(c)
         c.update(total_steps=1_200, batch_size=128, checkpoint_every_steps=200)

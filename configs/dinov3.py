@@ -12,8 +12,9 @@ dinov3_vit7b16_gram_anchor.yaml (continues a run; an anchor, at first its teache
 the same crops at twice the size); for `:stage=high_resolution`
 dinov3_vit7b16_high_res_adapt.yaml (each step draws one of five pairs of sizes). Choices
 of this project: crops and networks of the first stage; 30,000 steps of `gram` (in the
-original until dense features are best); small crops of 160, not 168, a linear warmup and
-evaluation at 512 in the last stage; draws per 8 images (33 % of a masked crop, not 30).
+original until dense features are best); small crops of 160, not 168, a linear warmup
+and evaluation at 512 in the last stage; draws per 8 images (33 % of a masked crop, not
+30). `:data=FOLDER` reads photographs without labels.
 """
 
 from ml_collections import ConfigDict
@@ -28,12 +29,14 @@ from configs.common import (
     parse_arg,
     quick,
     shrink_dino,
+    use_folder,
 )
 
 ARGUMENTS = dict(
     model=("L/16", "S/16", "B/16"),
     stage=("pretrain", "gram", "high_resolution"),
     schedule=("cosine", "constant"),
+    data=("imagenet", "FOLDER"),
     quick=False,
 )
 
@@ -41,9 +44,7 @@ ARGUMENTS = dict(
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     large, gram = arg.stage == "high_resolution", arg.stage != "pretrain"
-    c = ConfigDict()
-    c.seed = 0
-    c.total_steps = 30_000 if gram else 125_000
+    c = ConfigDict(dict(seed=0, total_steps=30_000 if gram else 125_000))
     c.batch_size = 2_048
     c.mesh = dict(data=-1)
     c.data = dict(
@@ -79,8 +80,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mask_group=8,
         mask_exact=True,
         teacher_momentum=0.992,
-        teacher_temperature=0.07,
-        teacher_temperature_start=0.04,
         teacher_temperature_steps=37_500,
         **DINOV2_TASK,
     )
@@ -122,6 +121,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.model.remat_policy = "full"
         c.task.update(gram_weight=1.5, gram_scale=1.5, start_from_teacher=True)
         c.task.small_weight = 0.5
+    use_folder(arg.data, c)
     if arg.quick:
         quick(c)
         shrink_dino(c, scale=2 if gram else 1)

@@ -91,8 +91,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mask_exact=True,
         teacher_momentum=0.994,
         teacher_momentum_end=0.994,
-        teacher_temperature=0.07,
-        teacher_temperature_start=0.04,
         teacher_temperature_steps=100_001,
         **DINOV2_TASK | GRAM_TRANSFORMS,  # Without flips.
     )

@@ -9,16 +9,17 @@ Result: not run by us; the authors report after 1,600 epochs 83.6 % fine-tuned a
         linear for B/16, 85.9 and 75.8 for L/16, 86.9 and 76.6 for H/14
 
 The numbers are those of tables 8 to 10, or of facebookresearch/mae if they differ.
+`:data=FOLDER` reads photographs without labels, of any depth, and holds out 5 % of them;
 `:data=cifar10` trains a network that fits a CPU.
 """
 
 from ml_collections import ConfigDict
 
-from configs.common import bicubic_crop, cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick, use_folder
 
 ARGUMENTS = dict(
     model=("B/16", "L/16", "H/14"),
-    data=("imagenet", "cifar10"),
+    data=("imagenet", "cifar10", "FOLDER"),
     stage=("pretrain", "finetune", "linear"),
     epochs=(1600, 800),  # For pretraining.
     quick=False,
@@ -59,6 +60,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.eval_every_epochs = 5
     c.checkpoint_every_epochs = 1
 
+    use_folder(arg.data, c)
     if arg.data == "cifar10":
         cifar10(c)
     if arg.quick and arg.stage == "pretrain":

@@ -11,17 +11,17 @@ Result: not run by us; the paper reports 79.9 % on ImageNet-1k at 384 px after J
 
 JFT-300M is not public: give the name of your data set. The paper adds that gains shrink
 after 100k steps, and that ImageNet gives similar gains: with ImageNet the run has 100k
-steps. The paper mentions no weight decay. `:data=cifar10` trains a network that fits a
-CPU.
+steps. The paper mentions no weight decay. `:data=FOLDER` reads photographs without
+labels, and holds out 5 % of them; `:data=cifar10` trains a network that fits a CPU.
 """
 
 from ml_collections import ConfigDict
 
-from configs.common import big_vision_crop, cifar10, parse_arg, quick
+from configs.common import big_vision_crop, cifar10, parse_arg, quick, use_folder
 
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16"),
-    data=("jft", "imagenet21k", "imagenet2012", "cifar10"),
+    data=("jft", "imagenet21k", "imagenet2012", "cifar10", "FOLDER"),
     target=("mean_color", "colors_4x4", "pixels"),
     mask_ratio=(0.5, 0.15),
     quick=False,
@@ -37,7 +37,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.mesh = dict(data=-1)
 
     c.data = dict(
-        name="jft300m" if arg.data == "jft" else arg.data,
+        name="jft300m" if arg.data == "jft" else str(arg.data),
         split="train",
         num_classes=0,
         image_size=(224, 224),
@@ -82,6 +82,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.eval_every_steps = 10_000
     c.checkpoint_every_steps = 1_000
 
+    use_folder(arg.data, c)
     if arg.data == "cifar10":
         cifar10(c)
     return quick(c) if arg.quick else c
