@@ -33,6 +33,7 @@ COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 PAGES = [
     "getting_started",
     "finetuning",
+    "pretrain_on_your_images",
     "predict",
     "weights",
     "evaluation",

@@ -183,3 +183,24 @@ def test_a_killed_run_resumes_and_is_a_model_for_every_command(place, tmp_path, 
     words[-3] = f"--workdir={tmp_path / 'moved'}"
     assert run_command("pretrain", words) == 0
     assert "resuming with the settings chosen before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_adapters_and_students_of_a_teacher_are_trained(place, tmp_path):
+    weights = place / "weights.safetensors"
+    run, folder = tmp_path / "adapters", tmp_path / "adapter"
+    words = [place / "photos", f"--model={weights}", "--lora=2", "--method=mae", *SHORT]
+    assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
+    assert scores.read(run, complete(json.loads((run / "pretrain.json").read_text())))
+    assert run_command("convert", [f"--model={run}", "--to=peft", f"--out={folder}"]) == 0
+    merged = vit_jax.load_model(run, tell=lambda line: None)
+    image = str(place / "photos/c/0.png")
+    loaded = vit_jax.load_model(folder, tell=lambda line: None)
+    np.testing.assert_allclose(
+        merged.features([image]), loaded.features([image]), atol=1e-5
+    )
+    run = tmp_path / "student"
+    words = [place / "photos", f"--teacher={weights}", "--variant=Ti/4", *SHORT, *TINY]
+    assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
+    student = vit_jax.load_model(run, tell=lambda line: None)
+    assert student.features([image]).shape == (1, 16)
