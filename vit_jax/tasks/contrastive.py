@@ -31,7 +31,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model, initializers, stacking, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
-from vit_jax.tasks.similarities import CHUNK, LOSSES, are_closest
+from vit_jax.tasks.similarities import CHUNK, LOSSES
 from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
 
 
@@ -202,10 +202,10 @@ class Contrastive(ImageTask):
         if self.config.max_temperature:
             scale = _at_most(scale, self.config.max_temperature)
         compute = LOSSES[self.config.loss]
-        loss = compute(images, texts, scale, bias, chunk=self.config.chunk)
+        loss, is_best = compute(images, texts, scale, bias, chunk=self.config.chunk)
         metrics = {
             "loss": loss,
-            "top1": are_closest(images, texts, chunk=self.config.chunk).mean(),
+            "top1": is_best.mean(),
             "temperature": scale,
         }
         return loss, (metrics, None)

@@ -1,13 +1,13 @@
 """Losses over all pairs of images and captions of a batch, without a matrix of all pairs.
 
-The devices form a ring. Each keeps its own rows, reduces their products with the columns
-that it holds, and passes those columns to its neighbour, until every device has seen
-all columns. So the memory of a device does not grow with the number of devices. The
-backward pass sends the columns round once more, together with their gradients, and
-computes the products again.
+The devices form a ring. Each keeps the embeddings of its images, compares them with the
+captions that it holds, and passes those captions to its neighbour, until every device
+has seen all captions. So the memory of a device does not grow with the number of
+devices. The backward pass sends the captions round once more, together with their
+gradients, and computes the similarities again.
 
-Letters: B images and captions of a batch, R rows and columns of a device, M columns of
-a chunk, E width of the shared space.
+Letters: B images and captions of a batch, R of a device, C chunks of M captions, E
+width of the shared space.
 """
 
 import dataclasses
@@ -26,40 +26,50 @@ CHUNK = 4_096  # Default of `task.chunk`.
 
 
 class Reduction(NamedTuple):
-    """How the logits of a row are reduced to a number.
+    """How the logits of an image, or of a caption, are reduced to a number.
 
     Attributes:
-      start: result without columns.
-      reduce: function of logits (R, M) that returns (R,).
-      combine: function of two results (R,) that returns that of all their columns.
-      weights: function of logits (R, M) and the results of their rows (R, 1) that
-        returns the derivatives of the results by the logits, (R, M).
+      start: result without logits.
+      reduce: function of logits (R, M) and an axis that returns the results.
+      combine: function of the results of two sets of logits that returns that of both.
+      weights: function of logits (R, M) and results that broadcast against them, which
+        returns the derivatives of the results by the logits.
+      of_captions: whether the loss needs the results of captions.
     """
 
     start: float
-    reduce: Callable[[jax.Array], jax.Array]
+    reduce: Callable[[jax.Array, int], jax.Array]
     combine: Callable[[jax.Array, jax.Array], jax.Array]
     weights: Callable[[jax.Array, jax.Array], jax.Array]
+    of_captions: bool
 
 
 LOG_SUM_EXP = Reduction(
     -jnp.inf,
-    functools.partial(jax.nn.logsumexp, axis=1),
+    jax.nn.logsumexp,
     jnp.logaddexp,
     lambda logits, total: jnp.exp(logits - total),
+    of_captions=True,
 )
+# The softplus of a pair counts once, for its image.
 SUM_SOFTPLUS = Reduction(
     0.0,
-    lambda logits: jax.nn.softplus(logits).sum(1),
+    lambda logits, axis: jax.nn.softplus(logits).sum(axis),
     jnp.add,
     lambda logits, _: jax.nn.sigmoid(logits),
+    of_captions=False,
 )
-MAXIMUM = Reduction(
-    -jnp.inf,
-    lambda logits: logits.max(1),
-    jnp.maximum,
-    lambda logits, total: (logits == total).astype(logits.dtype),
-)
+
+
+class Reduced(NamedTuple):
+    """Reduced logits of each image and caption, and the largest product of an image.
+
+    `captions` is only meaningful with `Reduction.of_captions`.
+    """
+
+    images: Float[Array, " B"]
+    captions: Float[Array, " B"]
+    best: Float[Array, " B"]
 
 
 class _Ring(NamedTuple):
@@ -82,75 +92,88 @@ class _Ring(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-    """Products of the rows and columns of a ring, reduced chunk by chunk."""
+    """Products of the images and captions of a ring, reduced chunk by chunk."""
 
     how: Reduction
     chunk: int
     ring: _Ring
 
-    def logits(self, rows, columns, scale, bias) -> Float[Array, "R M"]:
-        return scale * _product(rows, columns.T) + bias
+    def chunks(self, x: Float[Array, "R ..."]) -> Float[Array, "C M ..."]:
+        """Splits an array into chunks of the largest possible equal size."""
+        R = len(x)
+        M = next(m for m in range(min(self.chunk, R), 0, -1) if R % m == 0)
+        return x.reshape(R // M, M, *x.shape[1:])
 
-    def chunks(self, columns: Float[Array, "R E"]) -> Float[Array, "C M E"]:
-        """Splits columns into chunks of the largest possible equal size."""
-        R, most = len(columns), min(self.chunk, len(columns))
-        M = next(m for m in range(most, 0, -1) if R % m == 0)
-        return columns.reshape(R // M, M, -1)
+    def forward(self, images, captions, scale, bias) -> Reduced:
+        how, chunks = self.how, self.chunks
 
-    def forward(self, rows, columns, scale, bias) -> Float[Array, " R"]:
-        how = self.how
-
-        def take_chunk(total, part):
-            reduced = how.reduce(self.logits(rows, part, scale, bias))
-            return how.combine(total, reduced), None
+        def take_chunk(carry, chunk):
+            of_images, best = carry
+            captions, of_captions = chunk
+            products = _product(images, captions.T)
+            logits = scale * products + bias
+            of_images = how.combine(of_images, how.reduce(logits, 1))
+            if how.of_captions:
+                of_captions = how.combine(of_captions, how.reduce(logits, 0))
+            return (of_images, jnp.maximum(best, products.max(1))), of_captions
 
         def visit(carry, _):
-            total, columns = carry
-            following = self.ring.passed(
-                columns
-            )  # Sent while the products are computed.
-            total, _ = jax.lax.scan(take_chunk, total, self.chunks(columns))
-            return (total, following), None
+            sums, captions, of_captions = carry
+            following = self.ring.passed(captions)  # While products are computed.
+            parts = chunks(captions), chunks(of_captions)
+            sums, reduced = jax.lax.scan(take_chunk, sums, parts)
+            of_captions = reduced.reshape(of_captions.shape)
+            if how.of_captions:
+                of_captions = self.ring.passed(of_captions)
+            return (sums, following, of_captions), None
 
-        start = jnp.full_like(rows[:, 0], how.start)
-        (total, _), _ = jax.lax.scan(visit, (start, columns), length=self.ring.size)
-        return total
+        start = jnp.full_like(images[:, 0], how.start)
+        carry = (start, jnp.full_like(start, -jnp.inf)), captions, start
+        carry, _ = jax.lax.scan(visit, carry, length=self.ring.size)
+        (of_images, best), _, of_captions = carry
+        return Reduced(of_images, of_captions, best)
 
-    def backward(self, rows, columns, scale, bias, total, gradients):
-        """Returns the gradients of rows, columns, scale and bias.
+    def backward(self, images, captions, scale, bias, totals, gradients):
+        """Returns the gradients of images, captions, scale and bias.
 
         Args:
-          rows, columns, scale, bias: arguments of `forward`.
-          total: its result, (R,).
-          gradients: gradient of the result, (R,).
+          images, captions, scale, bias: arguments of `forward`.
+          totals: its result.
+          gradients: gradients of the result; that of `best` is ignored.
         """
+        how, chunks = self.how, self.chunks
 
-        def take_chunk(carry, part):
-            of_rows, of_scale, of_bias = carry
-            products = _product(rows, part.T)
+        def take_chunk(carry, chunk):
+            of_images, of_scale, of_bias = carry
+            captions, total, gradient = chunk
+            products = _product(images, captions.T)
             logits = scale * products + bias
-            weights = self.how.weights(logits, total[:, None]) * gradients[:, None]
+            weights = how.weights(logits, totals.images[:, None])
+            weights *= gradients.images[:, None]
+            if how.of_captions:
+                weights += how.weights(logits, total[None]) * gradient[None]
             carry = (
-                of_rows + scale * _product(weights, part),
+                of_images + scale * _product(weights, captions),
                 of_scale + jnp.sum(weights * products),
                 of_bias + weights.sum(),
             )
-            return carry, scale * _product(weights.T, rows)
+            return carry, scale * _product(weights.T, images)
 
         def visit(carry, _):
-            sums, columns, of_columns = carry
-            parts = self.chunks(columns)
-            sums, added = jax.lax.scan(take_chunk, sums, parts)
-            of_columns += added.reshape(of_columns.shape)
-            return (sums, *self.ring.passed((columns, of_columns))), None
+            sums, sent, of_captions = carry
+            following = self.ring.passed(sent)
+            sums, added = jax.lax.scan(take_chunk, sums, tuple(map(chunks, sent)))
+            of_captions += added.reshape(of_captions.shape)
+            return (sums, following, self.ring.passed(of_captions)), None
 
-        zero = 0 * total[0]
-        sums = jnp.zeros_like(rows), zero, zero
-        start = sums, columns, jnp.zeros_like(columns)
-        (sums, _, of_columns), _ = jax.lax.scan(visit, start, length=self.ring.size)
-        of_rows, of_scale, of_bias = sums
+        zero = jnp.zeros_like(scale)
+        sums = jnp.zeros_like(images), zero, zero
+        sent = captions, totals.captions, gradients.captions
+        carry = sums, sent, jnp.zeros_like(captions)
+        (sums, _, of_captions), _ = jax.lax.scan(visit, carry, length=self.ring.size)
+        of_images, of_scale, of_bias = sums
         of_scale, of_bias = map(self.ring.summed, (of_scale, of_bias))
-        return of_rows, of_columns, of_scale, of_bias
+        return of_images, of_captions, of_scale, of_bias
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -161,18 +184,18 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 def reduce_pairs(
     how: Reduction,
     chunk: int,
-    rows: Float[Array, "B E"],
-    columns: Float[Array, "B E"],
+    images: Float[Array, "B E"],
+    captions: Float[Array, "B E"],
     scale: Float[Array, ""],
     bias: Float[Array, ""],
-) -> Float[Array, " B"]:
-    """Reduces the logits of each row with all columns: scale * rows @ columns.T + bias.
+) -> Reduced:
+    """Reduces the logits of all pairs: scale * images @ captions.T + bias.
 
     Args:
-      how: reduction of a row.
+      how: reduction of an image's or a caption's logits.
       chunk: upper limit of M, which is the largest divisor of R that does not exceed
         it.
-      rows, columns: embeddings, split over the devices of the batch.
+      images, captions: embeddings, split over the devices of the batch.
       scale, bias: factor and bias of the products.
     """
     mesh, axes = jax.sharding.get_abstract_mesh(), ()
@@ -180,21 +203,22 @@ def reduce_pairs(
         (axes,) = nn.logical_to_mesh_axes(("batch",))
     ring = _Ring(axes, math.prod(mesh.shape[axis] for axis in axes))
     # The backward pass is traced later, without this mesh and these rules.
-    return _reduce(_Pairs(how, chunk, ring), mesh, rows, columns, scale, bias)
+    return _reduce(_Pairs(how, chunk, ring), mesh, images, captions, scale, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _reduce(pairs: _Pairs, mesh: AbstractMesh, rows, columns, scale, bias):
-    return _on_each(pairs, mesh, pairs.forward, (rows, columns, scale, bias))
+def _reduce(pairs: _Pairs, mesh: AbstractMesh, images, captions, scale, bias):
+    return _on_each(pairs, mesh, pairs.forward, (images, captions, scale, bias))
 
 
-def _forward(pairs, mesh, rows, columns, scale, bias):
-    total = _reduce(pairs, mesh, rows, columns, scale, bias)
-    return total, (rows, columns, scale, bias, total)
+def _forward(pairs, mesh, images, captions, scale, bias):
+    reduced = _reduce(pairs, mesh, images, captions, scale, bias)
+    return reduced, (images, captions, scale, bias, reduced)
 
 
 def _backward(pairs, mesh, residuals, gradients):
-    return _on_each(pairs, mesh, pairs.backward, (*residuals, gradients))
+    with jax.named_scope("contrastive"):
+        return _on_each(pairs, mesh, pairs.backward, (*residuals, gradients))
 
 
 _reduce.defvjp(_forward, _backward)
@@ -202,17 +226,16 @@ _reduce.defvjp(_forward, _backward)
 
 def _on_each(
     pairs: _Pairs, mesh: AbstractMesh, function: Callable, arrays: tuple
-) -> jax.Array | tuple:
+) -> Reduced | tuple:
     """Calls a method of `pairs` on every device of its ring."""
     if not pairs.ring.axes:
         return function(*arrays)
     split, whole = PartitionSpec(pairs.ring.axes), PartitionSpec()
-    outputs = split if function == pairs.forward else (split, split, whole, whole)
     on_each = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=tuple(split if x.ndim else whole for x in arrays),
-        out_specs=outputs,
+        in_specs=jax.tree.map(lambda x: split if x.ndim else whole, arrays),
+        out_specs=split if function == pairs.forward else (split, split, whole, whole),
         check_vma=False,  # `backward` sums over the devices itself.
     )
     return on_each(*arrays)
@@ -225,7 +248,7 @@ def softmax(
     bias: Float[Array, ""],
     *,
     chunk: int = CHUNK,
-) -> Float[Array, ""]:
+) -> tuple[Float[Array, ""], Float[Array, " B"]]:
     """Returns the mean of the cross-entropies from images to texts and back.
 
     Args:
@@ -233,12 +256,14 @@ def softmax(
       scale, bias: factor and bias of the similarities; the loss does not depend on the
         bias.
       chunk: upper limit of M, see `reduce_pairs`.
+
+    Returns:
+      The loss; and for each image 1 if its own text is the most similar of all, else 0.
     """
-    total = functools.partial(reduce_pairs, LOG_SUM_EXP, chunk)
-    of_images = total(images, texts, scale, bias)
-    of_texts = total(texts, images, scale, bias)
-    matching = scale * jnp.sum(images * texts, axis=1) + bias
-    return ((of_images + of_texts) / 2 - matching).mean()
+    reduced = reduce_pairs(LOG_SUM_EXP, chunk, images, texts, scale, bias)
+    matching = jnp.sum(images * texts, axis=1)
+    losses = (reduced.images + reduced.captions) / 2 - (scale * matching + bias)
+    return losses.mean(), _is_best(matching, reduced)
 
 
 def sigmoid(
@@ -248,28 +273,25 @@ def sigmoid(
     bias: Float[Array, ""],
     *,
     chunk: int = CHUNK,
-) -> Float[Array, ""]:
+) -> tuple[Float[Array, ""], Float[Array, " B"]]:
     """Returns the sum of an image's binary cross-entropies, averaged over images.
 
     Args:
       images, texts, scale, bias, chunk: arguments of `softmax`.
+
+    Returns:
+      See `softmax`.
     """
-    sums = reduce_pairs(SUM_SOFTPLUS, chunk, images, texts, scale, bias)
+    reduced = reduce_pairs(SUM_SOFTPLUS, chunk, images, texts, scale, bias)
+    matching = jnp.sum(images * texts, axis=1)
     # The term of a pair is softplus(-x), which is softplus(x) - x.
-    matching = scale * jnp.sum(images * texts, axis=1) + bias
-    return (sums - matching).mean()
+    losses = reduced.images - (scale * matching + bias)
+    return losses.mean(), _is_best(matching, reduced)
+
+
+def _is_best(matching: Float[Array, " B"], reduced: Reduced) -> Float[Array, " B"]:
+    # Equality counts, because several images may have the same caption.
+    return jax.lax.stop_gradient(matching >= reduced.best - 1e-6).astype(jnp.float32)
 
 
 LOSSES = {"softmax": softmax, "sigmoid": sigmoid}
-
-
-def are_closest(
-    images: Float[Array, "B E"], texts: Float[Array, "B E"], *, chunk: int = CHUNK
-) -> Float[Array, " B"]:
-    """Returns 1 for each image whose own text is the most similar of all, else 0."""
-    images, texts = map(jax.lax.stop_gradient, (images, texts))
-    one = jnp.ones([], images.dtype)
-    best = reduce_pairs(MAXIMUM, chunk, images, texts, one, 0 * one)
-    matching = jnp.sum(images * texts, axis=1)
-    # Equality counts, because several images may have the same caption.
-    return (matching >= best - 1e-6).astype(jnp.float32)
