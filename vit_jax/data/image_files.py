@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from vit_jax.command_line.files import not_a_file
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder
@@ -25,7 +27,8 @@ _CHUNK = 1 << 16
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*")
 _TEXT_SIGNATURES = (b"GIF87a", b"GIF89a", b"RIFF", b"BM")  # Images if a 0 follows.
 
-Named = tuple[str, str | bytes]  # Name for messages, and path or content.
+# Name for messages, and path, content, or pixels of a data set.
+Named = tuple[str, str | bytes | np.ndarray]
 T = TypeVar("T")
 
 
@@ -78,9 +81,12 @@ def _missing(path: str) -> str:
     return "is a broken link" if os.path.islink(path) else "does not exist"
 
 
-def load(source: str | bytes) -> bytes:
-    """Returns an image file's content; raises OSError also for a pipe or a device."""
-    if isinstance(source, bytes):
+def load(source: str | bytes | np.ndarray) -> bytes | np.ndarray:
+    """Returns an image file's content, or pixels as they are.
+
+    It raises OSError also for a pipe or a device.
+    """
+    if not isinstance(source, str):
         return source
     if kind := not_a_file(source):
         raise OSError(f"it is {kind}, not a file")
@@ -88,7 +94,7 @@ def load(source: str | bytes) -> bytes:
         return file.read()
 
 
-def attempt(image: Named, work: Callable[[bytes, str], T]) -> T | str:
+def attempt(image: Named, work: Callable[[bytes | np.ndarray, str], T]) -> T | str:
     """Returns the result of `work` on a file's content and name, or the reason of a failure."""
     name, source = image
     try:

@@ -99,6 +99,17 @@ class Extractor:
                     prediction.check_finite(values, name)
             yield name, result
 
+    def features(
+        self, images: Iterable[image_files.Named], batch_size: int = 32
+    ) -> Iterator[tuple[str, Float[np.ndarray, " D"] | str]]:
+        """Yields an image's name, and its "feature" or why it cannot be read.
+
+        Raises:
+          UserError: a vector is not finite.
+        """
+        for name, result in self.vectors(images, batch_size):
+            yield name, result if isinstance(result, str) else result[FEATURE]
+
 
 def _vectors(
     model: Model,

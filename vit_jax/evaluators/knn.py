@@ -1,6 +1,7 @@
 """Weighted k-nearest neighbours on frozen features, as in DINO.
 
-Letters: N training examples, M test examples, D features, R rows of features.
+Letters: N training examples, M test examples, D features, R rows of features, K
+classes, k neighbours.
 """
 
 import dataclasses
@@ -74,22 +75,70 @@ def predict(
 
     Source: arXiv:2104.14294, appendix F.1, after arXiv:1805.01978, section 3.4.
     """
-    k = min(k, len(train))
-    known = _normalised(train)
+    index = Index(train)
     predicted = np.empty(len(test), np.int32)
     rows = max(1, _BLOCK // max(len(train), num_classes))
     for start in range(0, len(test), rows):
         if stop():
             return None
-        similar = _normalised(test[start : start + rows]) @ known.T
-        nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
-        closeness = np.take_along_axis(similar, nearest, 1).astype(np.float64)
-        votes = np.zeros((len(similar), num_classes))
-        # Subtracting the maximum avoids overflow and does not change the winner.
-        weights = np.exp((closeness - closeness.max(1, keepdims=True)) / temperature)
-        np.add.at(votes, (np.arange(len(similar))[:, None], labels[nearest]), weights)
-        predicted[start : start + rows] = votes.argmax(1)
+        nearest, cosines = index.search(test[start : start + rows], k)
+        shares = votes(cosines, labels[nearest], num_classes, temperature)
+        predicted[start : start + rows] = shares.argmax(1)
     return predicted
+
+
+class Index:
+    """Features among which the nearest ones to others are searched.
+
+    Args:
+      features: features; a normalised copy is kept.
+    """
+
+    def __init__(self, features: Float[np.ndarray, "N D"]):
+        self._known = _normalised(features)
+
+    def search(
+        self, features: Float[np.ndarray, "M D"], k: int
+    ) -> tuple[Integer[np.ndarray, "M k"], Float[np.ndarray, "M k"]]:
+        """Returns the nearest known features by cosine similarity.
+
+        Args:
+          features: features to compare with.
+          k: number of nearest ones; all if there are fewer.
+
+        Returns:
+          Their numbers, nearest first, and their cosine similarities, in float64.
+        """
+        k = min(k, len(self._known))
+        similar = _normalised(features) @ self._known.T
+        nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
+        cosines = np.take_along_axis(similar, nearest, 1).astype(np.float64)
+        order = np.lexsort((nearest, -cosines), axis=1)
+        return (
+            np.take_along_axis(nearest, order, 1),
+            np.take_along_axis(cosines, order, 1),
+        )
+
+
+def votes(
+    cosines: Float[np.ndarray, "M k"],
+    labels: Integer[np.ndarray, "M k"],
+    num_classes: int,
+    temperature: float = 0.07,
+) -> Float[np.ndarray, "M K"]:
+    """Returns the share of each class in the votes of neighbours, see `predict`.
+
+    Args:
+      cosines: similarities of the neighbours.
+      labels: classes of the neighbours.
+      num_classes: number of classes.
+      temperature: scale of the similarities.
+    """
+    shares = np.zeros((len(cosines), num_classes))
+    # Subtracting the maximum avoids overflow and does not change the shares.
+    weights = np.exp((cosines - cosines.max(1, keepdims=True)) / temperature)
+    np.add.at(shares, (np.arange(len(cosines))[:, None], labels), weights)
+    return shares / weights.sum(1, keepdims=True)
 
 
 def _normalised(features: Float[np.ndarray, "R D"]) -> Float[np.ndarray, "R D"]:
