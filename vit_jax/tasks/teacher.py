@@ -64,7 +64,8 @@ class Teacher:
         image_size: tuple[int, int] | None = None,
         **options: object,
     ):
-        self.where, self._weights = f"{key}={masked(weights)!r}", weights
+        self._key, self._weights = key, weights
+        self.where = f"{key}={masked(weights)!r}"
         self.about, self._data = saved or _describe(self.pretrained), data
         channels = self.about["options"]["channels"]
         if channels != data.channels:
@@ -97,7 +98,10 @@ class Teacher:
         # Imported here because it is large, and a resumed run does not need it.
         from vit_jax.weights import open_pretrained
 
-        return open_pretrained(self._weights)
+        try:
+            return open_pretrained(self._weights)
+        except UserError as error:
+            raise UserError(f"{self._key}: {error}") from error
 
     @property
     def notes(self) -> tuple[str, ...]:
