@@ -24,9 +24,12 @@ from vit_jax import models
 from vit_jax.__main__ import load
 from vit_jax.command_line import cli
 from vit_jax.config import fields
+from vit_jax.data import pipeline
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
 from vit_jax.models import stacking
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, metric_writer, sweep, train_state
+from vit_jax.training import loop, metric_writer, sweep, train_setup, train_state
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.weights import Pretrained, export
 
@@ -188,6 +191,44 @@ def train(config, workdir, **more):
     if len(_setups) > 6:
         _setups.popitem(last=False)
     return loop.train(config, workdir, setup=setups.build(config, workdir), **more)
+
+
+def trained_on(config, num_devices):
+    """Trains on a mesh of so many devices; returns losses and weights."""
+    mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
+    source = open_source(config.data, "train")
+    setup = train_setup.build(config, mesh, len(source))
+    state, found = setup.initial_state(), []
+    batches = pipeline.train_batches(
+        source,
+        config.data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start=0,
+        stop=config.total_steps,
+    )
+    with batches:
+        for batch in batches:
+            batch = {name: batch[name] for name in setup.layout.batch}
+            state, metrics = setup.train_step(state, meshes.to_devices(batch, mesh))
+            found.append(float(metrics["loss"]))
+    state = jax.device_get(setup.layout.disk.to_disk(state))
+    return found, setup.task.backbone(state.params, state.extra)
+
+
+def assert_same_training(found, expected):
+    """Checks that two results of `trained_on` differ by rounding only."""
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(expected[1])
+    # Adam's first steps have the length of the rate, whatever rounding left of a
+    # gradient that is 0 in exact numbers, as those of the keys' biases.
+    differ = jax.tree.map(lambda a, b: np.abs(a - b).max(), found[1], expected[1])
+    far = [
+        jax.tree_util.keystr(k)
+        for k, v in jax.tree.leaves_with_path(differ)
+        if v > 1e-4
+    ]
+    assert all("'key']['bias']" in path for path in far)
 
 
 def begin(config, workdir):

@@ -182,11 +182,11 @@ def test_images_are_normalised_as_the_teacher_knows_them(teacher, tmp_path):
     images = jnp.ones((1, 8, 12, 3))
     other = Preprocess((8, 12), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, squash=True)
     file = exported(teacher, tmp_path / "a.safetensors", preprocess=other)
-    found = build(config_of(file))._of_teacher(images)[0, 0, 0]
+    found = build(config_of(file))._teacher.images(images)[0, 0, 0]
     np.testing.assert_allclose(found, (1 - np.array([0.1, 0.2, 0.3])) / 0.5, rtol=1e-6)
     exported(teacher, file, preprocess=None)
     task = build(config_of(file, data={"mean": (0.5, 0.25, 0.125)}))
-    assert task._of_teacher(images) is images
+    assert task._teacher.images(images) is images
     (line,) = task.notes
     assert str(file) in line and line.endswith(
         "does not record its normalisation: "

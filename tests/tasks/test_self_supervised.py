@@ -6,12 +6,19 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from helpers import begin, kill_after, run_command, slow_but, tiny_config, train
+from helpers import (
+    assert_same_training,
+    begin,
+    kill_after,
+    run_command,
+    slow_but,
+    tiny_config,
+    train,
+    trained_on,
+)
 from PIL import Image
 
 from vit_jax import weights
-from vit_jax.data import pipeline
-from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
@@ -101,47 +108,10 @@ def test_a_resumed_run_is_equal_to_the_bit(run, tmp_path):
     assert again["final"] == report["final"]
 
 
-def losses_of(config, num_devices):
-    """Trains on a mesh of so many devices; returns losses and weights."""
-    mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
-    source = open_source(config.data, "train")
-    setup = train_setup.build(config, mesh, len(source))
-    state, found = setup.initial_state(), []
-    batches = pipeline.train_batches(
-        source,
-        config.data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        start=0,
-        stop=config.total_steps,
-    )
-    with batches:
-        for batch in batches:
-            batch = {name: batch[name] for name in setup.layout.batch}
-            state, metrics = setup.train_step(state, meshes.to_devices(batch, mesh))
-            found.append(float(metrics["loss"]))
-    state = jax.device_get(setup.layout.disk.to_disk(state))
-    return found, setup.task.backbone(state.params, state.extra)
-
-
 @functools.cache
 def alone(name):
     """Trains a task on one device; returns losses and weights."""
-    return losses_of(config_of(name), 1)
-
-
-def assert_same(found, expected):
-    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
-    assert jax.tree.structure(found[1]) == jax.tree.structure(expected[1])
-    # Adam's first steps have the length of the rate, whatever rounding left of a
-    # gradient that is 0 in exact numbers, as those of the keys' biases.
-    differ = jax.tree.map(lambda a, b: np.abs(a - b).max(), found[1], expected[1])
-    far = [
-        jax.tree_util.keystr(k)
-        for k, v in jax.tree.leaves_with_path(differ)
-        if v > 1e-4
-    ]
-    assert all("'key']['bias']" in path for path in far)
+    return trained_on(config_of(name), 1)
 
 
 FSDP = {"mesh": {"data": 2, "fsdp": 4}, "sharding": {"min_size": 1}}
@@ -164,7 +134,8 @@ MICROBATCHES = {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}
     ids=str,
 )
 def test_it_is_the_same_on_any_mesh(name, devices, sections):
-    assert_same(losses_of(config_of(name, **sections), devices), alone(name))
+    found = trained_on(config_of(name, **sections), devices)
+    assert_same_training(found, alone(name))
 
 
 def test_classes_are_refused():

@@ -359,7 +359,7 @@ def test_a_distilled_student_learns_from_labels_and_from_its_teachers_images(kin
     def apply(params, images):  # A teacher has no argument `train`.
         return {"logits": images.mean((1, 2)) @ params["kernel"]}
 
-    task._network = types.SimpleNamespace(apply=apply)
+    task._teacher.network = types.SimpleNamespace(apply=apply, image_shape=(Y, X, 3))
     task.outputs = lambda params, extra, batch, rng: (params, None)
     params = {
         "class_logits": drawn(0, B, CLASSES, mean=0.4, deviation=1.0),

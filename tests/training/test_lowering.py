@@ -19,7 +19,7 @@ from vit_jax.training import train_setup
 
 # Those with a recipe of their name are lowered with it.
 OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}
-OF_A_RECIPE |= {"dinov2", "segmentation"}
+OF_A_RECIPE |= {"dinov2", "feature_distillation", "segmentation"}
 
 
 # Those whose step has operations that others lack.

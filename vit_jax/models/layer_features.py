@@ -63,7 +63,7 @@ def compute(
         x = x.astype(jnp.float32)
         if tokens == "pooled":
             return model.config.pool_layer(params, x, norm=norm, **places)
-        return _arrange(model, x, tokens, reshape)
+        return select_tokens(model, x, tokens, reshape)
 
     return tuple(arrange(outputs[layer]) for layer in chosen)
 
@@ -126,7 +126,16 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
     return kept[KEPT][0]
 
 
-def _arrange(model, x, tokens: str, reshape: bool) -> Features:
+def select_tokens(
+    model: Any, x: Float[Array, "B ..."], tokens: str, reshape: bool
+) -> Features:
+    """Returns some tokens of a layer's features.
+
+    Args:
+      model: network of the features.
+      x: features of a layer: (B, P + N, D), or (B, y, x, D) without prefix tokens.
+      tokens, reshape: see `Model.layer_features`, without "pooled".
+    """
     P = model.num_prefix_tokens if model.config.has_encoder else 0
     if tokens == "prefix":
         return x[:, :P]

@@ -6,6 +6,9 @@ TASKS = Registry(
     {
         "classification": "vit_jax.tasks.classification:ClassificationConfig",
         "distillation": "vit_jax.tasks.distillation:DistillationConfig",
+        "feature_distillation": (
+            "vit_jax.tasks.feature_distillation:FeatureDistillationConfig"
+        ),
         "linear_probe": "vit_jax.tasks.linear_probe:LinearProbeConfig",
         "lora": "vit_jax.tasks.lora:LoraConfig",
         "adapters": "vit_jax.tasks.adapters:AdaptersConfig",

@@ -49,7 +49,7 @@ class Head(nn.Module):
                 size, dtype=self.dtype, kernel_init=initial, name=f"Dense_{i}"
             )
             x = dense(x)
-        x = _unit(x)
+        x = unit(x)
         # DINO and DINOv2 add the weight norm after they have initialised the other
         # layers.
         last = (
@@ -171,7 +171,7 @@ def koleo(
         both is used.
       epsilon: number that is added to the distances.
     """
-    x = _unit(features, epsilon)
+    x = unit(features, epsilon)
     x = x.reshape(-1, math.gcd(len(x), group), x.shape[-1])
     similar = (
         jax.lax.stop_gradient(x @ x.swapaxes(1, 2)) - 2 * jnp.eye(x.shape[1])[None]
@@ -193,14 +193,29 @@ def gram(
       anchor: patches of an earlier teacher.
     """
 
+    return similarity_errors(student, anchor).mean()
+
+
+def similarity_errors(
+    student: Float[Array, "B N D"], teacher: Float[Array, "B N E"]
+) -> Float[Array, "B N"]:
+    """Returns the mean squared differences of the similarities of tokens.
+
+    Args:
+      student, teacher: features of the same tokens, of any width.
+
+    Returns:
+      For each token the mean over its cosine similarities to all N tokens.
+    """
+
     def similarities(x):
-        x = _unit(x)
+        x = unit(x)
         return x @ x.swapaxes(1, 2)
 
-    return jnp.square(similarities(student) - similarities(anchor)).mean()
+    return jnp.square(similarities(student) - similarities(teacher)).mean(-1)
 
 
-def _unit(x: Float[Array, "*B D"], least: float = 1e-12) -> Float[Array, "*B D"]:
+def unit(x: Float[Array, "*B D"], least: float = 1e-12) -> Float[Array, "*B D"]:
     """Divides vectors by their norms, or by `least` if that is larger, in float32."""
     x = x.astype(jnp.float32)
     # The bound is inside the root, whose derivative at 0 is infinite: a masked patch is

@@ -6,16 +6,12 @@ the token learns from both with one classifier. Letters: B images, L classes.
 """
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from vit_jax import models
-from vit_jax.command_line.printing import masked
 from vit_jax.config.fields import key
 from vit_jax.data.config import MATCHERS, DataConfig
 from vit_jax.data.sources.base import Source
@@ -28,9 +24,7 @@ from vit_jax.tasks.classification import (
     top1,
 )
 from vit_jax.tasks.task import Tree
-
-if TYPE_CHECKING:
-    from vit_jax.weights.pretrained import Pretrained
+from vit_jax.tasks.teacher import Teacher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,51 +104,38 @@ class Distillation(Classification):
             raise UserError(
                 "task.teacher='': give a checkpoint, in any form for init.checkpoint"
             )
-        self._teacher = saved["teacher"] if saved else _describe(self._pretrained)
+        self._teacher = Teacher(
+            "task.teacher", config.teacher, model, data, saved and saved["teacher"]
+        )
         _check_teacher(self._teacher, config, data)
         known = config.class_names is not None and not saved
         notes = self._match_classes() if known else []
-        # The student's platform, which vit_jax.compile sets to that of another machine.
-        platform = {"platform": model.options.get("platform")}
-        self._network = models.create(**self._teacher["options"] | platform)
-        if not self._teacher["normalization"]:
-            notes.append(
-                f"task.teacher={masked(config.teacher)!r} does not record its "
-                f"normalisation: data.mean={data.mean} and data.std={data.std} are used"
-            )
-        self.notes = tuple(notes)
-
-    @functools.cached_property
-    def _pretrained(self) -> "Pretrained":
-        # Imported here because it is large, and a resumed run does not need it.
-        from vit_jax.weights import open_pretrained
-
-        return open_pretrained(self.config.teacher)
+        self.notes = (*notes, *self._teacher.notes)
 
     def _match_classes(self) -> list[str]:
         """Matches the teacher's classes with those of the data; returns notes."""
         config = self.config
-        where = f"the training data for task.teacher={masked(config.teacher)!r}"
+        where = f"the training data for {self._teacher.where}"
         matched = MATCHERS[config.match_classes](
             config.class_names,
-            self._pretrained.class_names,
+            self._teacher.pretrained.class_names,
             self.data.num_classes,
             where=where,
             hint=", or match them class by class: task.match_classes=position",
         )
         if (matched.indices != np.arange(self.data.num_classes)).any():
-            self._teacher["classes"] = matched.indices.tolist()
+            self._teacher.about["classes"] = matched.indices.tolist()
         return [f"{where}: {matched.line}"] if matched.line else []
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         params, extra = super().init(rng)
-        return params, {**(extra or {}), "teacher": self._network.init(rng)}
+        return params, {**(extra or {}), "teacher": self._teacher.init(rng)}
 
     def load(self) -> Tree:
-        return {"teacher": self._pretrained.params}
+        return {"teacher": self._teacher.load()}
 
     def metadata(self) -> dict:
-        return {"teacher": self._teacher}
+        return {"teacher": self._teacher.about}
 
     def loss(self, params, extra, batch, rng):
         outputs, stats = self.outputs(params, extra, batch, rng)
@@ -162,8 +143,9 @@ class Distillation(Classification):
         class_logits = outputs.get("class_logits", outputs["logits"])
         distillation_logits = outputs.get("distillation_logits", outputs["logits"])
         teacher = jax.lax.stop_gradient(extra["teacher"])
-        images = self._of_teacher(batch["image"])
-        teacher_logits = self._in_order(self._network.apply(teacher, images)["logits"])
+        images = self._teacher.images(batch["image"])
+        outputs_of_teacher = self._teacher.network.apply(teacher, images)
+        teacher_logits = self._in_order(outputs_of_teacher["logits"])
         class_loss = self.base_loss(class_logits, batch)
         distillation_loss = self.teacher_loss(
             distillation_logits, jax.lax.stop_gradient(teacher_logits)
@@ -181,20 +163,8 @@ class Distillation(Classification):
 
     def _in_order(self, logits: Float[Array, "B L"]) -> Float[Array, "B L"]:
         """Returns the teacher's logits in the order of the data's classes."""
-        order = self._teacher.get("classes")
+        order = self._teacher.about.get("classes")
         return logits if order is None else logits[:, np.array(order)]
-
-    def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
-        """Converts images from the student's normalisation to the teacher's."""
-        wanted, data = self._teacher["normalization"], self.data
-        if wanted is None:
-            return images
-        # Mean and deviation are a number, or a number per channel.
-        mean, std = np.asarray(data.mean), np.asarray(data.std)
-        scale = (std / wanted["std"]).astype(np.float32).reshape(1, 1, 1, -1)
-        shift = (mean - wanted["mean"]) / wanted["std"]
-        shift = shift.astype(np.float32).reshape(1, 1, 1, -1)
-        return images * scale + shift
 
     def teacher_loss(
         self, logits: Float[Array, "B L"], answers: Float[Array, "B L"]
@@ -217,23 +187,15 @@ class Distillation(Classification):
 
     def training_flops(self) -> int | None:
         """Returns the operations per image; the teacher has no backward pass."""
-        flops = super().training_flops(), cost.forward_flops(self._network)
+        flops = super().training_flops(), cost.forward_flops(self._teacher.network)
         return None if None in flops else sum(flops)
 
 
-def _describe(pretrained: "Pretrained") -> dict:
-    """Describes a teacher, so that a resumed run can build its network."""
-    how = pretrained.preprocess
-    return {
-        "options": pretrained.options,
-        "normalization": how and {"mean": how.mean, "std": how.std},
-        "loss": pretrained.loss,
-    }
-
-
-def _check_teacher(teacher: dict, config: DistillationConfig, data: DataConfig) -> None:
+def _check_teacher(
+    teacher: Teacher, config: DistillationConfig, data: DataConfig
+) -> None:
     """Raises UserError if a teacher has other classes or images than the student."""
-    options, who = teacher["options"], f"task.teacher={config.teacher!r}"
+    options, who = teacher.about["options"], teacher.where
     num_classes, size = options["num_classes"], tuple(options["image_size"])
     fine_tune = "fine-tune it on these classes first, or choose another teacher"
     if not num_classes or options.get("pool") == "none":
@@ -243,18 +205,13 @@ def _check_teacher(teacher: dict, config: DistillationConfig, data: DataConfig) 
             f"{who} has num_classes={num_classes}, but "
             f"data.num_classes={data.num_classes}: {fine_tune}"
         )
-    if options["channels"] != data.channels:
-        raise UserError(
-            f"{who} has channels={options['channels']}, but "
-            f"data.channels={data.channels}: choose another teacher"
-        )
     if size != tuple(data.image_size):
         raise UserError(
             f"{who} is for images of {size}, but data.image_size="
             f"{tuple(data.image_size)}: fine-tune it at that size first, or choose "
             "another teacher"
         )
-    if config.kind == "soft" and teacher["loss"] == "sigmoid":
+    if config.kind == "soft" and teacher.about["loss"] == "sigmoid":
         raise UserError(
             f"{who} was trained with sigmoid loss, but task.kind='soft' needs a "
             "distribution over the classes: set task.kind='hard', or choose a teacher "

@@ -27,7 +27,10 @@ NEEDS = {
     "contrastive": ("clip", "siglip_lit_coco"),
     "koleo": ("dinov2", "dinov3", "dinov3_7b"),
     "sinkhorn": ("dinov3", "dinov3_7b"),
-    "mixup": ("bit_hyperrule", "deit", "flowers", "mixer", "swin", "vit5"),
+    "mixup": (
+        *("bit_hyperrule", "deit", "distill_features", "flowers", "mixer", "swin"),
+        "vit5",
+    ),
     "muon": ("cifar10",),
 }
 WHOLE_GROUPS = {"model.drop_path_group": IMAGES, "task.mask_group": IMAGES}
