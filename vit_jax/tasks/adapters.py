@@ -220,7 +220,9 @@ class Adapters(Task):
     @property
     def _networks(self) -> set[str]:
         """Names of networks of the wrapped task that `task_params` may have."""
-        return {path[1] for path in self._places if path[0] == "params" and len(path) == 2}
+        return {
+            path[1] for path in self._places if path[0] == "params" and len(path) == 2
+        }
 
     def _given(self, task_params: dict, network: dict) -> dict:
         """Returns pretrained parameters with the frozen network for each trained one."""
@@ -235,7 +237,12 @@ class Adapters(Task):
         return {name: value for name, value in extra.items() if name not in own}
 
     def _extra(self, inner: Tree, network: dict, kernels: dict, factors: dict) -> dict:
-        return {**(inner or {}), _NETWORK: network, _KERNELS: kernels, _FACTORS: factors}
+        return {
+            **(inner or {}),
+            _NETWORK: network,
+            _KERNELS: kernels,
+            _FACTORS: factors,
+        }
 
     def _merged(self, params: dict, extra: dict) -> tuple[dict, Tree]:
         """Returns the wrapped task's state, with whole networks."""
