@@ -17,6 +17,7 @@ or an address such as hf://owner/name. --to is one of
   hf_dinov3    a folder for DINOv3ViTModel of transformers
   hf_beit      a folder for BeitModel of transformers
   hf_ijepa     a folder for IJepaModel of transformers
+  peft         a folder for PeftModel of PEFT: the low-rank updates of a run of lora or adapters
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
   onnx         the whole program for ONNX Runtime; needs: pip install -e '.[onnx]'

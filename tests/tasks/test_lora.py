@@ -61,6 +61,9 @@ def test_it_begins_with_the_network_itself():
     assert names == {block.format(i, kind) for i in range(2) for kind in kinds}
     a = np.stack([x for path, x in flat(params["lora"]).items() if path.endswith("/a")])
     assert a.shape == (4, 12, 2) and 0.2 < a.std() * 12**0.5 < 2
+    # Runs of earlier versions have this layout, and resume.
+    assert extra.keys() == {"network", "kernels"} and params.keys() == {"lora", "head"}
+    assert flat(extra["kernels"]).keys() == names
     # Another run's network has its updates, which are not added once more.
     assert task.left_out(params, extra, params).keys() == params.keys()
     # Of another network come the classifier and the kernels.

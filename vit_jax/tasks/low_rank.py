@@ -97,7 +97,10 @@ class LowRankUpdates:
         flat, factors = _unstacked(network), _flat(factors)
         scale = self._config.alpha / self._config.rank
         for path, kernel in _flat(kernels).items():
-            update = scale * (factors[f"{path}/a"] @ factors[f"{path}/b"])
+            # TPUs would round operands to bfloat16, unlike what reads an adapter.
+            update = scale * jnp.matmul(
+                factors[f"{path}/a"], factors[f"{path}/b"], precision="highest"
+            )
             flat[f"{path}/kernel"] = kernel + update.reshape(kernel.shape)
         merged = unflatten_dict(flat, sep="/")
         return stacking.stack(merged) if self._stacked else merged

@@ -6,16 +6,25 @@ layers that were trained as a whole, such as a new classifier.
 """
 
 import dataclasses
-import functools
+import pathlib
 import re
+import tempfile
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import hugging_face
+from vit_jax.weights.formats import files, hugging_face
 from vit_jax.weights.formats.files import ADAPTER, Tensors
-from vit_jax.weights.formats.hugging_face_vit import VIT
+from vit_jax.weights.formats.hugging_face import Arrays, Family
+from vit_jax.weights.formats.hugging_face_beit import BEIT
+from vit_jax.weights.formats.hugging_face_clip import CLIP, SIGLIP
+from vit_jax.weights.formats.hugging_face_dino import DINOV2, DINOV3
+from vit_jax.weights.formats.hugging_face_vit import IJEPA, VIT
+from vit_jax.weights.formats.registry import WRITERS
+from vit_jax.weights.pretrained import Pretrained
 
 _WHOLE = re.compile(r"base_model\.model\.(.*)")
 _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
@@ -23,7 +32,68 @@ _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Keys of config.json about the classes of the base weights.
 _CLASSES = ("id2label", "label2id", "label_names", "label_descriptions", "labels")
-_file_name = functools.partial(hugging_face.file_name, VIT)
+# Prefixes of networks within classifiers of transformers, in files and in memory.
+_NETWORKS = r"^(vit|deit|ijepa|beit|dinov2|dinov2_with_registers|vision_model|model)\."
+_FAMILIES = (VIT, IJEPA, DINOV2, DINOV3, BEIT, CLIP, SIGLIP)
+
+
+class OfTransformers(NamedTuple):
+    """A network in the format of transformers, see `hugging_face.to_their_arrays`."""
+
+    family: Family
+    options: dict
+    arrays: Arrays
+    notes: list[str]
+
+
+def as_transformers(pretrained: Pretrained) -> OfTransformers:
+    """Converts a network to the format of transformers that has all its layers.
+
+    Raises:
+      UserError: no network of transformers is equal to it.
+    """
+    scaled = bool(models.create(**pretrained.options).options.get("layer_scale_init"))
+    reasons = []
+    for family in _FAMILIES:
+        scales = any(name.endswith("/gamma") for name in family.names)
+        if scales != scaled and not family.optional:  # LayerScale would be folded.
+            continue
+        try:
+            return OfTransformers(
+                family, *hugging_face.to_their_arrays(family, pretrained)
+            )
+        except UserError as error:
+            reasons.append(str(error))
+    raise UserError(
+        f"{pretrained.source}: no network of transformers with adapters is equal to it "
+        f"({reasons[0]})"
+    )
+
+
+def tensors_of(pretrained: Pretrained) -> Tensors:
+    """Returns weights of any format as a file in the format of transformers."""
+    family = as_transformers(pretrained).family
+    with tempfile.TemporaryDirectory() as folder:
+        WRITERS[family.to].write(pretrained, pathlib.Path(folder))
+        found = files.read(folder)
+    return dataclasses.replace(found, path=pretrained.source, notes=pretrained.notes)
+
+
+def fits(adapter: Tensors, base: Tensors) -> bool:
+    """Returns whether weights have the layers of an adapter under the same names."""
+    names = {_file_name(name) for name in base.flat}
+    layers = (_FACTOR.fullmatch(_layer_name(name)) for name in adapter.flat)
+    return all(_file_name(f"{m[1]}.weight") in names for m in layers if m)
+
+
+def _file_name(name: str) -> str:
+    """Returns a name that is equal in files and in memory, without prefix."""
+    return hugging_face.file_name(VIT, re.sub(_NETWORKS, "", name))
+
+
+def _layer_name(stored: str) -> str:
+    name = match[1] if (match := _WHOLE.fullmatch(stored)) else stored
+    return re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)
 
 
 def base_of(adapter: Tensors) -> str:
@@ -66,8 +136,7 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
     factors: dict[str, dict[str, np.ndarray]] = {}
     replaced = []
     for stored, value in adapter.flat.items():
-        name = match[1] if (match := _WHOLE.fullmatch(stored)) else stored
-        name = re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)
+        name = _layer_name(stored)
         if ".original_module." in name:  # A module that modules_to_save replaced.
             continue
         if factor := _FACTOR.fullmatch(name):

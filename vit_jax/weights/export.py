@@ -17,6 +17,7 @@ from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models.resnet import ResNetConfig
 from vit_jax.models.vit_config import ViTConfig
+from vit_jax.weights import peft  # noqa: F401 (registers its writer)
 from vit_jax.weights.formats.registry import WRITERS, Writer
 from vit_jax.weights.pretrained import Pretrained
 

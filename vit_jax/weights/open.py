@@ -200,10 +200,7 @@ def _open(
         )
     tensors = files.read(path, use_ema=use_ema)
     if files.ADAPTER in tensors.sidecars:
-        base = adapters.base_of(tensors)
-        place = base if os.path.exists(base) else f"hf://{base}"
-        adapted = files.read(download.download(place), use_ema=use_ema)
-        tensors = adapters.merge(tensors, adapted)
+        tensors = adapters.merge(tensors, _open_base(tensors, use_ema))
     tensors = dataclasses.replace(tensors, image_size=image_size)
     if architecture:
         if "config.json" in tensors.sidecars:
@@ -214,6 +211,25 @@ def _open(
         sidecars = tensors.sidecars | {"config.json": {"architecture": architecture}}
         tensors = dataclasses.replace(tensors, sidecars=sidecars)
     return _convert(tensors, num_heads, name)
+
+
+def _open_base(adapter: files.Tensors, use_ema: bool) -> files.Tensors:
+    """Reads the base weights of an adapter under the names of its layers."""
+    name = adapters.base_of(adapter)
+    place = name if os.path.exists(name) or ":" in name else f"hf://{name}"
+    path = download.download(place)
+    if not checkpoint_folders.has_checkpoint(path):
+        base = files.read(path, use_ema=use_ema)
+        if adapters.fits(adapter, base):
+            return base
+    opened = _open(place, use_ema, 0, "", False, None)
+    try:
+        return adapters.tensors_of(opened)
+    except UserError as error:
+        raise UserError(
+            f"{adapter.path}: base_model_name_or_path={name!r} in {files.ADAPTER}: {error}; "
+            "give the weights that it was trained on, in the format of transformers"
+        ) from error
 
 
 def _convert(tensors: files.Tensors, num_heads: int, name: str) -> Pretrained:

@@ -32,6 +32,8 @@ class Pretrained:
         a nested dict of NumPy arrays; empty if there are none or they were not
         requested.
       tokenizer: path or address of the text tower's tokenizer; empty if unknown.
+      start: checkpoint that the training started from; empty if it started from random
+        parameters or if this is unknown.
       multi_label: whether an image may have several classes.
       architecture: timm's name of the network; empty if unknown.
       token_merging: number of tokens that each block merges, see models/merging.py; not
@@ -49,6 +51,7 @@ class Pretrained:
     task: dict = dataclasses.field(default_factory=dict)
     task_params: dict = dataclasses.field(default_factory=dict)
     tokenizer: str = ""
+    start: str = ""
     multi_label: bool = False
     architecture: str = ""
     token_merging: int = 0

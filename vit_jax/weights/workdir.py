@@ -204,5 +204,6 @@ def load_pretrained(
         task=checkpoint.config["task"],
         task_params=checkpoint.task_params,
         tokenizer=data.get("tokenizer", ""),
+        start=checkpoint.config.get("init", {}).get("checkpoint", ""),
         multi_label=data.get("multi_label", False),
     )

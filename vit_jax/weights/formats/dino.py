@@ -346,6 +346,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             center = params[param].reshape((1,) * (rank - 1) + (-1,))
             content[stored.partition(".")[0]] = {"center": center}
     torch_file.write(path, content)
+    if "teacher" in params and torch_file.STUDENT not in content:
+        notes = [*notes, "student: left out, the run does not have its whole network"]
     if small_norm and not rotary:
         notes = [*notes, f"norm of small crops: left out, not supported by {library}"]
     return notes

@@ -68,6 +68,8 @@ class Family:
       claims: function that returns whether arrays, and the model_type if known, belong
         to this family.
       renames: patterns in names and their replacements, for prefixes and old names.
+      in_memory: patterns in names of layers, without prefix, and their replacements,
+        for the names of the modules in transformers 5.
       names: names of the layers, see `tables.Names`.
       more_names: function that returns the entries that `names` cannot express.
       fixed: options that are the same in all networks.
@@ -101,6 +103,7 @@ class Family:
     model_types: tuple[str, ...]
     claims: Callable[[Arrays, str | None], bool]
     renames: tuple[tuple[str, str], ...] = ()
+    in_memory: tuple[tuple[str, str], ...] = ()
     names: Names = dataclasses.field(default_factory=dict)
     more_names: Callable[[Mapping], list[ArrayEntry]] = lambda options: []
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
-from vit_jax.weights.formats.hugging_face_vit import BLOCK
+from vit_jax.weights.formats.hugging_face_vit import BLOCK, IN_MEMORY
 from vit_jax.weights.formats.tables import SAME, block
 from vit_jax.weights.pretrained import POSITIONS
 
@@ -80,6 +80,7 @@ BEIT = Family(
     model_types=("beit", "data2vec-vision"),
     claims=_claims,
     renames=((r"^(beit|data2vec_vision)\.", ""),),
+    in_memory=IN_MEMORY,
     names={
         "embedding": "embeddings.patch_embeddings.projection",
         "cls": ("embeddings.cls_token", SAME),

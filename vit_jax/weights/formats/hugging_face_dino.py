@@ -11,7 +11,7 @@ import numpy as np
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import dino, hugging_face
 from vit_jax.weights.formats.hugging_face import KEYS, MASK_TOKEN, Arrays, Family
-from vit_jax.weights.formats.hugging_face_vit import ATTENTION
+from vit_jax.weights.formats.hugging_face_vit import ATTENTION, IN_MEMORY
 from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, name_entries
 from vit_jax.weights.pretrained import POSITIONS
 
@@ -100,6 +100,7 @@ DINOV2 = Family(
     model_types=_DINOV2_TYPES,
     claims=_is_dinov2,
     renames=((r"^(dinov2|dinov2_with_registers)\.", ""),),
+    in_memory=IN_MEMORY[1:6],  # Of attention.
     names={
         "embedding": "embeddings.patch_embeddings.projection",
         POSITIONS: ("embeddings.position_embeddings", SAME),
@@ -170,6 +171,7 @@ DINOV3 = Family(
         }
         <= flat.keys()
     ),
+    in_memory=((r"^layer\.", "model.layer."),),
     names={
         "embedding": "embeddings.patch_embeddings",
         **_TOKENS,

@@ -26,6 +26,17 @@ _NAMES_IN_MEMORY = (
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
+# The inverse, for names of layers; shared with BEiT.
+IN_MEMORY = (
+    (r"^encoder\.layer\.", "layers."),
+    (r"\.attention\.attention\.(query|key|value)$", r".attention.\1"),
+    (r"\.query$", ".q_proj"),
+    (r"\.key$", ".k_proj"),
+    (r"\.value$", ".v_proj"),
+    (r"\.attention\.output\.dense$", ".attention.o_proj"),
+    (r"\.intermediate\.dense$", ".mlp.fc1"),
+    (r"\.output\.dense$", ".mlp.fc2"),
+)
 _PATCHES = "embeddings.patch_embeddings.projection"
 _QUERY = "encoder.layer.0.attention.attention.query.weight"
 _POOLER = "pooler.dense.weight"
@@ -157,6 +168,7 @@ VIT = Family(
     model_types=("vit", "deit", "vit_msn", "vit_mae"),
     claims=lambda flat, kind: f"{_PATCHES}.weight" in flat,
     renames=((r"^(vit|deit)\.", ""), *_NAMES_IN_MEMORY),
+    in_memory=IN_MEMORY,
     names=_IJEPA_NAMES
     | {
         "cls": ("embeddings.cls_token", SAME),
@@ -194,6 +206,7 @@ IJEPA = Family(
     model_types=("ijepa",),
     claims=lambda flat, kind: kind == "ijepa" and f"{_PATCHES}.weight" in flat,
     renames=((r"^(ijepa|vit|deit)\.", ""), *_NAMES_IN_MEMORY),
+    in_memory=IN_MEMORY,
     names=_IJEPA_NAMES,
     defaults=VIT.defaults,
     prepare=_prepare_ijepa,
