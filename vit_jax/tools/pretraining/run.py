@@ -4,17 +4,22 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from vit_jax import models, weights
+from vit_jax.analysis import neighbours
 from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
 from vit_jax.data import imagenet
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
+from vit_jax.evaluators.feature_table import Extractor
+from vit_jax.evaluators.image_features import of_split
 from vit_jax.tools.finetuning import rule, settings, trial
 from vit_jax.tools.pretraining import photos as own
 from vit_jax.tools.pretraining import scores
@@ -22,8 +27,10 @@ from vit_jax.tools.pretraining.method import METHODS, Given, Length, Method, sui
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Pretrained
 
-FILE = "pretrain.json"
+FILE, PICTURE, ADAPTER = "pretrain.json", "neighbours.jpg", "adapter"
 MINUTES = 30.0
 EVALUATIONS = 6
 MOST_EPOCHS = 300
@@ -47,7 +54,8 @@ class Result:
       scores: scores before the first step and after each evaluation.
       count: number of training images.
       started: whether the run started from weights.
-      picture: path of the picture of nearest neighbours; "" with several processes.
+      picture: path of the picture of nearest neighbours by the starting and the trained
+        weights; "" without starting weights, and with several processes.
       adapter: folder of the adapter in PEFT's format; "" without `lora`.
     """
 
@@ -95,9 +103,55 @@ def pretrain(
     found = scores.read(workdir, config)
     count = config.data.num_examples
     result = Result(done, workdir, found, count, bool(model))
-    if jax.process_count() > 1:  # No process has all the parameters.
+    if not model or jax.process_count() > 1:  # No process has all the parameters.
         return result
-    return result
+    trained = weights.open_pretrained(workdir, with_task=True)
+    return dataclasses.replace(
+        result,
+        picture=_draw_neighbours(config, model, trained, workdir),
+        adapter=_write_adapter(trained, workdir, say) if lora else "",
+    )
+
+
+def _draw_neighbours(
+    config: TrainConfig, start: str, trained: Pretrained, workdir: str
+) -> str:
+    """Draws nearest held-out images by the starting and by the trained weights.
+
+    Returns:
+      The path of the picture.
+    """
+    source = open_source(config.data, config.evals["val"].split)
+    how = weights.preprocessing_of(trained)
+    found = []
+    for each in (weights.open_pretrained(start, with_task=False), trained):
+        compute = Extractor(each, how).features
+        left_out = lambda name, why: None  # Named by the evaluations.
+        found.append(of_split(source, compute, on_unreadable=left_out))
+    numbers = found[0].numbers
+    picture = neighbours.neighbours_figure(
+        lambda i: how.read(source[int(numbers[i])]["image"]),
+        found[0].features,
+        found[1].features,
+    )
+    path = os.path.join(workdir, PICTURE)
+    neighbours.write(path, picture)
+    return path
+
+
+def _write_adapter(
+    trained: Pretrained, workdir: str, say: Callable[[str], None]
+) -> str:
+    """Writes the low-rank updates in PEFT's format; returns the folder, or "" without."""
+    folder = pathlib.Path(workdir) / ADAPTER
+    try:
+        _, notes = export.export(trained, "peft", folder, overwrite=True)
+    except UserError as error:  # Not every network exists in transformers.
+        say(f"no adapter is written: {error}")
+        return ""
+    for note in notes:
+        say(f"adapter: {note}")
+    return str(folder)
 
 
 def summary(result: Result) -> list[str]:
