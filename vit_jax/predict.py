@@ -9,7 +9,10 @@ texts: --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat"
 image (... - < photo.jpg). Weights with a segmentation head (task.name="segmentation")
 classify every pixel: each class's fraction of the image is printed. With --out=FOLDER,
 each image's mask is written as IMAGE_mask.png, whose pixels are class numbers with a
-palette, and drawn over the image as IMAGE_overlay.jpg. Images are rotated by the
+palette, and drawn over the image as IMAGE_overlay.jpg. With --neighbors=FOLDER, any
+weights classify by the nearest images among the labelled ones in FOLDER/CLASS/*.jpg (or
+a table of paths and labels, or the name of a data set): each of the --k nearest votes
+for its class, and --json names them. Images are rotated by the
 orientation tags of cameras, except with --no_exif or for a run that was trained without
 them (data.exif). Exit codes: 0 done, 1 some images could not be read
 (one line each says why), 2 bad input or no image at all.
@@ -17,6 +20,7 @@ them (data.exif). Exit codes: 0 done, 1 some images could not be read
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Sequence
 
@@ -40,8 +44,11 @@ def main(flags: argparse.Namespace) -> int:
 
     if uncached := compilation.enable_cache():
         print_error(uncached)
-    classifier = open_classifier(flags)
-    if isinstance(classifier, label_maps.PixelClassifier):
+    _check_neighbors(flags)
+    classifier = None if flags.neighbors else open_classifier(flags)
+    if flags.neighbors:
+        column, results = "votes", _votes(flags, images)
+    elif isinstance(classifier, label_maps.PixelClassifier):
         column, results = "part", _masks(flags, classifier, images)
     elif flags.out:
         raise UserError(
@@ -84,6 +91,58 @@ def _classes(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
             rows = [(one.probability, one.name) for one in best]
             best = rows, {"predictions": [dataclasses.asdict(one) for one in best]}
         yield name, best
+
+
+def _check_neighbors(flags: argparse.Namespace) -> None:
+    """Raises UserError for flags that do not go together."""
+    if not flags.neighbors:
+        if flags.k:
+            raise UserError(
+                f"--k={flags.k} is the number of neighbours: set --neighbors"
+            )
+        return
+    for name in ("tta", "labels", "prompts", "tokenizer", "out"):
+        if value := getattr(flags, name):
+            raise UserError(
+                f"--{name}={value} is not used with --neighbors, where labelled images "
+                "vote: leave one of them out"
+            )
+
+
+def _votes(flags: argparse.Namespace, images) -> Iterator[tuple]:
+    """Lets labelled images vote; yields the same as `_classes`."""
+    from vit_jax.command_line import progress
+    from vit_jax.evaluators import feature_table, image_features, neighbours
+    from vit_jax.tools.finetuning import layout
+
+    source = layout.labelled_images(flags.neighbors)
+    pretrained, preprocess, _ = cli.open_weights(flags)
+    extractor = feature_table.Extractor(pretrained, preprocess.upright())
+    compute = functools.partial(extractor.features, batch_size=flags.batch_size)
+    unreadable = []
+    with progress.bar(len(source), flags.neighbors, "images") as bar:
+
+        def counted(images):
+            for result in compute(images):
+                bar.update()
+                yield result
+
+        labelled = image_features.of_split(
+            source,
+            counted,
+            labelled=True,
+            on_unreadable=lambda *one: unreadable.append(one),
+        )
+    yield from unreadable
+    classifier = neighbours.NeighbourClassifier(
+        labelled, source.class_names, flags.k or neighbours.K
+    )
+    for name, result in compute(images):
+        if not isinstance(result, str):
+            (best,) = classifier.rank(result[None], flags.topk, flags.threshold)
+            rows = [(one.probability, one.name) for one in best]
+            result = rows, {"predictions": [dataclasses.asdict(one) for one in best]}
+        yield name, result
 
 
 def _masks(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
@@ -183,6 +242,18 @@ def parser() -> cli.Parser:
     )
     add("--prompts", default="", help="texts with {} for a label, or a file of them")
     add("--tokenizer", default="", help="folder or hf://owner/name; default: stored")
+    add(
+        "--neighbors",
+        default="",
+        metavar="FOLDER",
+        help="classify by the nearest of these labelled images: FOLDER/CLASS/*.jpg, a "
+        "table, or a data set",
+    )
+    add(
+        "--k",
+        type=cli.positive,
+        help="number of nearest images that vote with --neighbors; default: 20",
+    )
     add("--out", default="", help="folder for masks and overlays")
     add(
         "--resize",

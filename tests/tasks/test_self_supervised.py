@@ -18,6 +18,7 @@ from helpers import (
 )
 from PIL import Image
 
+import vit_jax
 from vit_jax import weights
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
@@ -136,6 +137,29 @@ MICROBATCHES = {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}
 def test_it_is_the_same_on_any_mesh(name, devices, sections):
     found = trained_on(config_of(name, **sections), devices)
     assert_same_training(found, alone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEACHERS)
+def test_scores_at_the_start_and_the_end_are_the_same_on_any_mesh(name, tmp_path):
+    evals, found = {"held_out": {"kind": "task"}, "rank": {"kind": "rank"}}, []
+    for number, sections in enumerate(({}, FSDP)):
+        config = config_of(
+            name, evals=evals, total_steps=2, eval_at_start=True, **sections
+        )
+        scores = {}
+
+        class Scores(vit_jax.Callback):
+            def evaluate(self, step, values, scores=scores):
+                scores[step] = values
+
+        train(config, tmp_path / str(number), callbacks=[Scores()])
+        found.append(scores)
+    one, several = found
+    assert [*one] == [*several] == [0, 2]
+    assert one[0] == pytest.approx(several[0], rel=2e-5)
+    assert one[2] == pytest.approx(several[2], rel=1e-3)
+    assert one[0] != one[2]
 
 
 def test_classes_are_refused():

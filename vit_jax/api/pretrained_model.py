@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,15 +18,22 @@ from vit_jax.api.images import Images
 from vit_jax.api.models import check_names, network_keys, sides
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
+from vit_jax.data import image_files
 from vit_jax.data.preprocess import FIELDS, Preprocess, checked_fields
 from vit_jax.errors import UserError
-from vit_jax.evaluators import label_maps, prediction, sliding_window
+from vit_jax.evaluators import (
+    image_features,
+    label_maps,
+    neighbours,
+    prediction,
+    sliding_window,
+)
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features, patches
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import checkpoint_folders, surgery
-from vit_jax.weights.network_images import network_input, prepare_pixels
+from vit_jax.weights.network_images import network_input, prepare_image, prepare_pixels
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
 
@@ -53,6 +60,8 @@ class _Arguments(WeightsArguments):
     token_merging: int = key(0, "Tokens merged per block.", below=2**31)
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Smallest probability.", at_most=1)
+    neighbors: str = key("", "Labelled images that vote.")
+    k: int = key(20, "Number of nearest images that vote.", at_least=1)
     layers: tuple[int, ...] = key((0,), "Layers.", at_least=None, distinct=True)
     norm: bool = key(True, "Whether to apply the final norm to features.")
     tokens: str = key("pooled", "Tokens.", choices=layer_features.TOKENS)
@@ -286,7 +295,13 @@ class PretrainedModel:
 
     @_checked
     def predict(
-        self, images: Images, topk: int = 5, *, threshold: float | None = None
+        self,
+        images: Images,
+        topk: int = 5,
+        *,
+        threshold: float | None = None,
+        neighbors: str | os.PathLike = "",
+        k: int = neighbours.K,
     ) -> list[Best] | Best:
         """Returns the most probable classes, best first.
 
@@ -295,24 +310,60 @@ class PretrainedModel:
           topk: number of classes per image.
           threshold: smallest probability of the classes to return, in place of `topk`;
             0.5 by default if the network was trained on several labels per image.
+          neighbors: labelled images, whose features are computed in each call:
+            "FOLDER", which has FOLDER/CLASS/*.jpg, a table of paths and labels, or the
+            name of a data set. The images with the most similar features vote for their
+            classes; a probability is the share of the votes. Weights without a
+            classifier can predict so, too.
+          k: number of nearest images that vote.
 
         Returns:
           A list with the classes of each image (label, name and probability); for a
-          single image, only its classes.
+          single image, only its classes. With `neighbors`, each class also has
+          `images`, the names of its nearest images.
 
         Raises:
-          UserError: the model has no classifier, or an image cannot be read.
+          UserError: the model has neither a classifier nor `neighbors`, or an image
+            cannot be read.
         """
+        if neighbors:
+            return self._predict_by(neighbors, images, topk, threshold, k)
         if not self.class_names:
             raise UserError(
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "
-                "weights that have one, or use zero_shot if they have a text tower"
+                "labelled images as neighbors=FOLDER, weights that have a classifier, "
+                "or use zero_shot if they have a text tower"
             )
         logits = self(images)
         if threshold is None:
             threshold = prediction.threshold_of(self._pretrained)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
         return self._best(images, logits, self.class_names, topk, **how)
+
+    def _predict_by(self, place, images: Images, topk, threshold, k):
+        """Returns the classes that the nearest labelled images of a place vote for."""
+        from vit_jax.tools.finetuning import layout
+
+        source = layout.labelled_images(os.fspath(place))
+        labelled = image_features.of_split(source, self._stream, labelled=True)
+        classifier = neighbours.NeighbourClassifier(labelled, source.class_names, k)
+        best = classifier.rank(self.features(images), topk, threshold)
+        return best[0] if self._is_single(images) else best
+
+    def _stream(self, images: Iterable[image_files.Named]) -> Iterator[tuple]:
+        """Yields the name of an image, and its features or why it cannot be read."""
+
+        def prepare(data, name):
+            channels = self.model.image_shape[-1]
+            return prepare_image(data, self.preprocessing, channels, name)
+
+        def features(params, pixels):
+            return self.model.apply(params, self._normed(pixels))["pre_logits"]
+
+        def compute(pixels, rows):
+            return self._devices.run("pre_logits", features, self.params, pixels, rows)
+
+        return prediction.stream(images, prepare, compute, batch_size=_BATCH)
 
     @_checked
     def zero_shot(

@@ -74,8 +74,9 @@ class Classifier:
         num_classes = pretrained.options["num_classes"]
         if not num_classes and not tower:
             raise UserError(
-                f"{pretrained.source} has no classifier (num_classes=0): give a fine-tuned "
-                "checkpoint, or one with a text tower and --labels of any texts"
+                f"{pretrained.source} has no classifier (num_classes=0): give labelled "
+                "images with --neighbors=FOLDER, a fine-tuned checkpoint, or one with a "
+                "text tower and --labels of any texts"
             )
         model, params = surgery.fit_network(pretrained, preprocess)
         sigmoid = pretrained.loss == "sigmoid"

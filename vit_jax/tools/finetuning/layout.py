@@ -82,7 +82,8 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
       place: folder, table or name of a data set.
       given: keys of `config.data` set by the user, such as "image_key"; they take
         precedence.
-      workdir: folder for the list of the split, if one is written.
+      workdir: folder for the list of the split, if one is written; "" holds out no
+        training images.
 
     Raises:
       UserError: the place has no training images, or columns have unusual names.
@@ -92,7 +93,26 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
         return _of_table(path, given, workdir)
     if path.is_dir():
         return _of_folder(path, given, workdir)
-    return _of_name(place, given)
+    return _of_name(place, given, workdir)
+
+
+def labelled_images(place: str) -> Source:
+    """Opens the labelled images of a place, those of its training split if it has one.
+
+    Args:
+      place: argument of `find`.
+
+    Raises:
+      UserError: the place has no images with one class each.
+    """
+    found = find(place, {}, "")
+    for key, kind in {"mask_key": "masks", "multi_label": "several labels"}.items():
+        if found.data.get(key):
+            raise UserError(
+                f"{place} has images with {kind}: give images with one class each, such "
+                "as FOLDER/CLASS/*.jpg"
+            )
+    return found.open(found.data["split"])
 
 
 def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
@@ -305,7 +325,7 @@ def hub_columns(
     return list(files), columns(known, name, given, labelled=labelled)
 
 
-def _of_name(place: str, given: Mapping) -> Layout:
+def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
     name, data = set_name(place), dict(given)
     if parquet.is_hub(name):
         names, keys = hub_columns(name, given, labelled=not given.get("mask_key"))
@@ -328,6 +348,8 @@ def _of_name(place: str, given: Mapping) -> Layout:
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
     data = {"name": name, **data, "split": train}
+    if not workdir:
+        return Layout(data, validation, test, description)
     # Such sources are often sorted by class: a part at the end would lack classes.
     if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
         return _set_aside(Layout(data, "", test, description))
@@ -344,6 +366,8 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
         return layout
     if layout.config.mask_key:
         return _set_aside(layout)
+    if not workdir:
+        return layout
     path, data = epath.Path(split_file(workdir)), layout.data
     source = layout.open(data["split"])
     labels = source.known_labels()
