@@ -181,7 +181,13 @@ def test_a_killed_run_resumes_and_is_a_model_for_every_command(place, tmp_path, 
     assert after["params_sha256"] == before["params_sha256"]
     tuned = [place / "labelled", f"--model={run}", f"--workdir={tmp_path / 'tuned'}"]
     assert run_command("finetune", [*tuned, *SHORT]) == 0
-    # The workdir and the photographs may move.
+    # Student, teacher and heads of such a run go on.
+    again = [place / "labelled", f"--model={run}", f"--workdir={tmp_path / 'again'}"]
+    assert run_command("pretrain", [*again, *SHORT]) == 0
+    config = complete(json.loads((tmp_path / "again" / "pretrain.json").read_text()))
+    assert (config.task.name, config.optim.freeze) == ("dinov2", ())
+    assert "head of the task: loaded" in capsys.readouterr().out
+    # The workdir may move.
     shutil.move(run, tmp_path / "moved")
     words[-3] = f"--workdir={tmp_path / 'moved'}"
     assert run_command("pretrain", words) == 0
