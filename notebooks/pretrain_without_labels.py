@@ -60,9 +60,9 @@ os.chdir(pathlib.Path(vit_jax.__file__).parents[1])  # Where configs/ is.
 
 # %% tags=["parameters"]
 photos = ""  # A folder of photographs at any depth; if empty, digits.
-labelled = False  # Whether PHOTOS has folders of classes: PHOTOS/CLASS/...
+labelled = False  # Whether the photographs are in folders of classes.
 workdir = "runs/pretrain_without_labels"
-epochs = 300  # Of 3,000 photographs, 30 take a few minutes.
+epochs = 300  # Set fewer for many photographs: an epoch reads each once.
 finetune_steps = 400
 minutes = 5  # For fine-tuning on photographs.
 seeds = 3  # Fine-tuning runs of each kind.
@@ -104,10 +104,10 @@ if photos:
 # %% [markdown]
 # ## Pretrain
 #
-# The recipe of the digits or of photographs, with another task. MAE hides three quarters of the patches, and
-# predicts their pixels from the others. `data.num_classes=0` means that no labels are
-# read; only the k-NN evaluations read those of their own splits. Kind `task` is MAE's own
-# loss on images that it is not trained on.
+# The recipe of the digits or of photographs, with another task. MAE hides three quarters
+# of the patches, and predicts their pixels from the others. `data.num_classes=0` means
+# that no labels are read; only the k-NN evaluations read those of their own splits. Kind
+# `task` is MAE's own loss on images that it is not trained on.
 
 # %%
 changes = {
