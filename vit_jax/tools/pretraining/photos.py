@@ -269,7 +269,7 @@ def _files(
         )
     left_out = {*bad}
     files = [
-        _File(str(path / name), name, size)
+        _File(os.path.join(path, name), name, size)
         for name, size in found
         if name not in left_out
     ]
@@ -322,8 +322,10 @@ def _without_masks(
     stems = {os.path.splitext(name)[0] for name, _ in found}
 
     def is_mask(name: str) -> bool:
-        stem, (*folders, _) = os.path.splitext(name)[0], name.split("/")
-        return not of_masks.isdisjoint(folders) or any(
+        if of_masks and not of_masks.isdisjoint(name.split("/")[:-1]):
+            return True
+        stem = os.path.splitext(name)[0]
+        return stem.endswith(mask_folders.SUFFIXES) and any(
             stem.endswith(suffix) and stem.removesuffix(suffix) in stems
             for suffix in mask_folders.SUFFIXES
         )
