@@ -69,12 +69,12 @@ def _value(name: str, text: str, arguments: dict) -> object:
     if isinstance(default, bool):
         default = (default, not default)
     if isinstance(default, tuple):
-        by_text = {str(value).lower(): value for value in default}
-        if FOLDER in default and (text == FOLDER or os.path.isdir(_expanded(text))):
-            by_text.setdefault(text.lower(), pathlib.Path(_expanded(text)))
-            by_text[FOLDER.lower()] = pathlib.Path(FOLDER)
+        by_text = {str(value).lower(): value for value in default if value != FOLDER}
         if text.lower() in by_text:
             return by_text[text.lower()]
+        folder = os.path.expanduser(text)
+        if FOLDER in default and (text == FOLDER or os.path.isdir(folder)):
+            return pathlib.Path(folder)
         known = ", ".join(filter(None, map(str, default)))
         hint = " (a folder that exists)" if FOLDER in default else ""
         raise UserError(f"config argument {name}={text!r} is not one of {known}{hint}")
@@ -85,10 +85,6 @@ def _value(name: str, text: str, arguments: dict) -> object:
         raise UserError(
             f"config argument {name}={text!r} is not of type {kind}"
         ) from None
-
-
-def _expanded(path: str) -> str:
-    return os.path.expanduser(path)
 
 
 # Sizes of a ViT or hybrid that any machine can train.
@@ -195,7 +191,7 @@ def use_captions(data: str, config: ConfigDict) -> None:
     if data == "coco_captions":
         return
     config.data.update(name=data, num_examples=0)
-    if os.path.isdir(_expanded(data)):
+    if os.path.isdir(os.path.expanduser(data)):
         config.data.update(name="folder", data_dir=data, caption_key="txt")
 
 

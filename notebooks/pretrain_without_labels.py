@@ -19,7 +19,8 @@
 # Pretrains a small ViT on handwritten digits as a masked autoencoder (MAE), shows what it
 # reconstructs, scores its features, and fine-tunes it on a few labels beside the same
 # network from scratch: about three minutes on 2 CPU cores, and nothing is downloaded but
-# the packages.
+# the packages. With a folder of your photographs in place of the digits, the same cells
+# pretrain on those.
 
 # %% [markdown]
 # The first cell fetches the repository (OWNER stands for the account where it is
@@ -58,9 +59,12 @@ from vit_jax.training.sweep import SweepSetups
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])  # Where configs/ is.
 
 # %% tags=["parameters"]
+photos = ""  # A folder of photographs at any depth; if empty, digits.
+labelled = False  # Whether the photographs are in folders of classes.
 workdir = "runs/pretrain_without_labels"
-epochs = 300
+epochs = 300  # Set fewer for many photographs: an epoch reads each once.
 finetune_steps = 400
+minutes = 5  # For fine-tuning on photographs.
 seeds = 3  # Fine-tuning runs of each kind.
 
 # %% [markdown]
@@ -72,23 +76,43 @@ seeds = 3  # Fine-tuning runs of each kind.
 # | `train[:10%]` | 144 | fine-tuning, with labels |
 # | `train[80%:]` | 288 | validation: lengths and rates below were chosen by it |
 # | `test` | 355 | scored once per run, at its end |
+#
+# Of photographs without labels, 5 % are held out. With folders of classes, a fifth of each
+# class is, or the folder `val` if there is one. Photographs are cropped to 64 pixels, for
+# the network of `configs/flowers.py`.
 
 # %%
-train, few, validation = "train[:80%]", "train[:10%]", "train[80%:]"
+recipe, train, few, validation = (
+    "configs/digits.py",
+    "train[:80%]",
+    "train[:10%]",
+    "train[80%:]",
+)
+# The recipe states the size of the whole split.
+data = {"data.num_examples": 0}
+evals = {
+    "knn": {"kind": "knn", "test": validation},
+    "knn_test": {"kind": "knn", "test": "test", "every": 1_000_000},
+}
+if photos:
+    recipe, data = "configs/flowers.py", {"data.name": "folder"}
+    data |= {"data.data_dir": photos, "data.exif": True, "data.on_error": "skip_few"}
+    data["data.train_transform"] = "random_resized_crop(area=(0.3, 1.0)) | flip"
+    train, validation = ("train", "val") if labelled else ("all[5%:]", "all[:5%]")
+    evals = {"knn": {"kind": "knn", "test": validation}} if labelled else {}
 
 # %% [markdown]
 # ## Pretrain
 #
-# The recipe of the digits, with another task. MAE hides three quarters of the patches, and
-# predicts their pixels from the others. `data.num_classes=0` means that no labels are
-# read; only the k-NN evaluations read those of their own splits. Kind `task` is MAE's own
-# loss on images that it is not trained on.
+# The recipe of the digits or of photographs, with another task. MAE hides three quarters
+# of the patches, and predicts their pixels from the others. `data.num_classes=0` means
+# that no labels are read; only the k-NN evaluations read those of their own splits. Kind
+# `task` is MAE's own loss on images that it is not trained on.
 
 # %%
 changes = {
     "epochs": epochs,
     "data.split": train,
-    "data.num_examples": 0,  # The recipe states the size of the whole split.
     "data.num_classes": 0,
     "model.representation_layer": False,
     "model.pool": "gap",  # k-NN compares the means of the patches.
@@ -100,19 +124,16 @@ changes = {
     "ema.decay": 0.0,
     "log_every_steps": 500,
     "eval_every_steps": 1_000,
-    "evals": {
-        "task": {"kind": "task", "split": validation},
-        "knn": {"kind": "knn", "test": validation},
-        "knn_test": {"kind": "knn", "test": "test", "every": 1_000_000},
-    },
+    "evals": {"task": {"kind": "task", "split": validation}, **evals},
+    **data,
 }
-settings = config.load("configs/digits.py", changes)
+settings = config.load(recipe, changes)
 pretraining = loop.train(settings, f"{workdir}/mae")
 
 # %% [markdown]
 # ## Look at the reconstruction
 #
-# From top to bottom: digits of the validation split, the quarter of each that the encoder
+# From top to bottom: images of the validation split, the quarter of each that the encoder
 # sees, the prediction for all patches, and the prediction where patches were hidden. MAE
 # predicts pixels normalised by mean and standard deviation of their patch. The pictures
 # take these two numbers from the hidden patch itself, which flatters the model.
@@ -123,31 +144,33 @@ found = weights.open_pretrained(f"{workdir}/mae", with_task=True)
 preprocess = weights.preprocessing_of(found)
 loaded = LoadedModel.from_pretrained("mae", found, preprocess)
 loaded = dataclasses.replace(loaded, pictures=pictures(found, loaded.model, preprocess))
-digits = open_source(settings.data, validation)
-drawn = loaded.draw_task(np.stack([loaded.prepare(i) for i in digits.images[:6]]))
-captions = [name.split("_and_") for name in drawn for _ in range(6)]
-sheet = contact_sheet.draw(np.concatenate(list(drawn.values())), captions, 6)
+held_out = open_source(settings.data, validation)
+count = min(6, len(held_out))
+images = [held_out[i]["image"] for i in range(count)]
+images = [preprocess.read(each, settings.data.channels) for each in images]
+drawn = loaded.draw_task(np.stack([loaded.prepare(each) for each in images]))
+captions = [name.split("_and_") for name in drawn for _ in range(count)]
+sheet = contact_sheet.draw(np.concatenate(list(drawn.values())), captions, count)
 display(sheet, include=["image/png"])
 
 # %% [markdown]
-# ## k-NN before and after
+# ## Before and after
 #
 # The untrained features are those of a run of one step, whose learning rate is still 0.
-# Both vote with the labels of `train[:80%]`.
+# Both vote with the labels of the training split, here `train[:80%]`. Without labels
+# there is only MAE's loss on the held-out images.
 
 # %%
 one_step = {"epochs": 0, "total_steps": 1}
 one_step |= {"optim.warmup_epochs": 0, "optim.warmup_steps": 1}
-untrained = loop.train(
-    config.load("configs/digits.py", changes | one_step), f"{workdir}/untrained"
-)
+untrained = loop.train(config.load(recipe, changes | one_step), f"{workdir}/untrained")
 
 # %%
 for name, report in {"before": untrained, "after": pretraining}.items():
-    scores = {
-        kind: report["final"][kind]["params"]["top1"] for kind in ("knn", "knn_test")
-    }
-    print(f"{name:8}validation {scores['knn']:.1%}, test {scores['knn_test']:.1%}")
+    loss = report["final"]["task"]["params"]["loss"]
+    scores = {kind: report["final"][kind]["params"]["top1"] for kind in evals}
+    each = "".join(f", {kind} {score:.1%}" for kind, score in scores.items())
+    print(f"{name:8}loss {loss:.3f}{each}")
 
 # %% [markdown]
 # ## Fine-tune on 144 labels
@@ -178,6 +201,7 @@ starts = {
     "scratch": {"optim.learning_rate": 0.008},
     "pretrained": {"optim.learning_rate": 0.004, "init": f"{workdir}/mae"},
 }
+starts = {} if photos else starts  # Photographs are fine-tuned below.
 setups, reports = SweepSetups(), {name: [] for name in starts}
 for name, start in starts.items():
     for seed in range(seeds):
@@ -204,3 +228,17 @@ for name, runs in reports.items():
 # - Images so small and so well aligned are near their class already as pixels: k-NN on
 #   those, with the same labels, has 95.5 % on the validation split and 97.7 % on the test
 #   split. Here MAE's features beat those of an untrained network, not the pixels.
+
+# %% [markdown]
+# ## Fine-tune on photographs
+#
+# With folders of classes, `vit_jax.finetune` takes the workdir in place of published
+# weights; so do `python -m vit_jax.features` and the other commands. Weights pretrained
+# on many images are the better start: compare `model=f"{workdir}/mae"` with
+# `model="deit:Ti/16"`.
+
+# %%
+if photos and labelled:
+    vit_jax.finetune(
+        photos, f"{workdir}/finetuned", model=f"{workdir}/mae", minutes=minutes
+    )

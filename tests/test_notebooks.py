@@ -149,12 +149,27 @@ config.load = lambda recipe, keys: _load(recipe, {"model.depth": 1, **keys})
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
+    assert EXPECTED[name] in run(name, tmp_path, SMALL[name](tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_notebook_pretrains_on_photographs(labelled, tmp_path):
+    settings = {"photos": noise(tmp_path), "labelled": labelled, "minutes": 0}
+    settings |= SMALL["pretrain_without_labels"](tmp_path) | {"epochs": 4}
+    printed = run("pretrain_without_labels", tmp_path, settings)
+    assert "after   loss" in printed
+    assert ("knn" in printed) == ("collecting mistakes" in printed) == labelled
+
+
+def run(name, tmp_path, settings):
+    """Runs a notebook with other settings; returns what it prints."""
     import nbformat
     from nbclient import NotebookClient
 
     notebook = jupytext.read(FOLDER / f"{name}.py")
     (place,) = (i for i, cell in enumerate(notebook.cells) if cell.metadata.get("tags"))
-    settings = SMALL[name](tmp_path) | {"workdir": str(tmp_path / "runs")}
+    settings = settings | {"workdir": str(tmp_path / "runs")}
     text = "\n".join(f"{key} = {value!r}" for key, value in settings.items())
     text += SHALLOW if name in TRAINS else ""
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(text))
@@ -164,8 +179,7 @@ def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     )
     client.execute(env=environment)
     outputs = [x for cell in notebook.cells for x in cell.get("outputs", ())]
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert EXPECTED[name] in printed
+    return "".join(output.get("text", "") for output in outputs)
 
 
 def noise(folder):

@@ -137,6 +137,14 @@ def test_folders_of_splits(tmp_path):
     assert not any("wasp" in path for path in paths(found, found.data["split"]))
 
 
+def test_a_class_of_trains_is_not_a_split(classes, tmp_path):
+    write(classes, 10, 60, "train/{}.png")
+    found = find(tmp_path, classes)
+    assert found.data["split"] == "train" and "3 classes" in found.description
+    (classes / "train").rename(classes / "test")
+    assert "3 classes" in find(tmp_path, classes).description
+
+
 def test_several_folders_are_one_set(classes, tmp_path):
     write(tmp_path / "more", 10, 100)
     found = find(tmp_path, tmp_path / "more", classes, classes / "ant")

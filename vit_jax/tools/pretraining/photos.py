@@ -101,10 +101,10 @@ def find(
 ) -> Photos:
     """Determines the training and held-out images of places.
 
-    Image files: if a place has a folder with the usual name of a training split, such
-    as PHOTOS/train, its folders with names of validation and test splits are not
-    trained on, and test images are not read at all; every other image of the place is
-    trained on. Otherwise all images are. 5 % of the training images, 2 to 500, are held
+    Image files: if a place has folders of splits, such as PHOTOS/train and PHOTOS/val,
+    those with names of validation and test splits are not trained on, and test images
+    are not read at all; every other image of the place is trained on. Otherwise all
+    images are. 5 % of the training images, 2 to 500, are held
     out with a fixed seed as `validation`, or up to 500 of the images in folders of
     validation splits if there are such folders. Held-out images are never trained on.
 
@@ -269,7 +269,7 @@ def _files(
         )
     left_out = {*bad}
     files = [
-        _File(str(path / name), name, size)
+        _File(os.path.join(path, name), name, size)
         for name, size in found
         if name not in left_out
     ]
@@ -322,8 +322,10 @@ def _without_masks(
     stems = {os.path.splitext(name)[0] for name, _ in found}
 
     def is_mask(name: str) -> bool:
-        stem, (*folders, _) = os.path.splitext(name)[0], name.split("/")
-        return not of_masks.isdisjoint(folders) or any(
+        if of_masks and not of_masks.isdisjoint(name.split("/")[:-1]):
+            return True
+        stem = os.path.splitext(name)[0]
+        return stem.endswith(mask_folders.SUFFIXES) and any(
             stem.endswith(suffix) and stem.removesuffix(suffix) in stems
             for suffix in mask_folders.SUFFIXES
         )
@@ -343,10 +345,12 @@ def _by_folders(
         parts = [each[1:] for each in parts]
     tops = {each[0] for each in parts if len(each) > 1}
     train, notes = first_of(TRAIN, tops), []
-    if not train:
+    validation, test = first_of(VALIDATION, tops), first_of(TEST, tops)
+    # Without folders in it or splits beside it, "train" may be a class of vehicles.
+    deep = any(each[0] == train and len(each) > 2 for each in parts)
+    if not train or not (validation or test or deep):
         classes = _classes(parts) if labelled else []
         return _with_classes(files, classes), notes
-    validation, test = first_of(VALIDATION, tops), first_of(TEST, tops)
     rows = list(zip(files, parts, strict=True))
     inside = lambda top: [row for row in rows if row[1][0] == top and len(row[1]) > 1]
     trained, held = inside(train), inside(validation)
@@ -456,8 +460,15 @@ def _is_of_shards(path: pathlib.Path) -> bool:
     if path.is_file():
         return path.name.endswith(tar.ENDINGS)
     folders = [path, *(path / name for name in folder.visible_folders(path))]
-    has_shards = any(tar.tar_files(each.iterdir()) for each in folders)
-    return has_shards and not folder.images_below(path, ".")
+    return any(map(_has_shards, folders)) and not folder.images_below(path, ".")
+
+
+def _has_shards(path: pathlib.Path) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return any(entry.name.endswith(tar.ENDINGS) for entry in entries)
+    except OSError:  # Listing its images raises the same error.
+        return False
 
 
 def _folder_of_shards(paths: Sequence[pathlib.Path]) -> pathlib.Path:
