@@ -4,8 +4,8 @@
 state each copy of the network that starts from the run's weights (a student, a teacher)
 is replaced by the factors of low_rank.py. Its loss gets the merged networks. Its update
 gets the factors, so that a moving average of the student is an average of factors and
-has low rank too. All other parameters of the network are frozen, and the wrapped task's
-own parameters (heads, decoder, mask token) are trained as ever.
+has low rank too. All other parameters of the network are frozen. The wrapped task's own
+parameters (heads, decoder, mask token) are trained whole.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from vit_jax.tasks import TASKS
 from vit_jax.tasks.low_rank import LowRankConfig, LowRankUpdates
 from vit_jax.tasks.task import Task, TaskConfig, Tree, backbone_paths
 
-# These train without the network in a dict of its own, or have a form for LoRA.
+# These do not train a network in a dict of its own, or learn from labels or texts.
 _NOT_WRAPPED = {"adapters", "classification", "distillation", "linear_probe", "lora"}
 _NOT_WRAPPED |= {"contrastive", "segmentation"}
 # By their names, because this module is imported while TASKS is read.
