@@ -51,6 +51,7 @@ PRETRAINING = [
     "pretraining",
     "resume",
     "pretraining_without_labels",
+    "distillation",
     "launch",
     "compile",
     "scale",
