@@ -101,8 +101,7 @@ def pretrain(
     follow = scores.Follow(say)
     config, done = settings.train(request, workdir, (follow, *callbacks))
     found = scores.read(workdir, config)
-    count = config.data.num_examples
-    result = Result(done, workdir, found, count, bool(model))
+    result = Result(done, workdir, found, done["examples"], bool(model))
     if not model or jax.process_count() > 1:  # No process has all the parameters.
         return result
     trained = weights.open_pretrained(workdir, with_task=True)

@@ -131,10 +131,8 @@ def table(scores: Scores) -> list[str]:
         values = (_text(name, row[name]) if name in row else "" for name in names)
         rows.append([str(step) if step else "0 (start)", *values])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    line = lambda row: "  ".join(map(str.ljust, row, widths)).rstrip()
+    return [line(row) for row in rows]
 
 
 def _text(name: str, value: float) -> str:
