@@ -157,10 +157,8 @@ class TarSource(Numbered):
     def describe(self, i: int) -> str:
         positions = self.positions[self.file[i]]
         member = self.image[i]
-        key, ending = (
-            positions.key(positions.sample[member]),
-            positions.endings[positions.ending[member]],
-        )
+        key = positions.key(positions.sample[member])
+        ending = positions.endings[positions.ending[member]]
         return f"{self.files[self.file[i]]}/{key}.{ending}"
 
     def known_labels(self) -> np.ndarray | None:
@@ -215,7 +213,7 @@ def open_tar(data: DataConfig, split: str) -> TarSource | ArraySource:
 
     Raises:
       NoSplit: there are no such files.
-      NoLabels: the first samples of a split have no class.
+      NoLabels: no sample of the split has the member of the classes.
       UserError: no tar files exist, or one is damaged or compressed.
     """
     root = pathlib.Path(data.data_dir).expanduser()

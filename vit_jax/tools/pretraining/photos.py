@@ -125,8 +125,8 @@ def find(
     records and is scored on the held-out ones.
 
     Args:
-      places: folders, image files, tables of paths and tar shards; or one name of a
-        data set.
+      places: folders, image files and tables of paths; or one folder of tar shards, or
+        one name of a data set, such as `IN_MEMORY` for arrays.
       given: keys of `config.data` set by the user, such as "image_key"; they take
         precedence.
       workdir: folder for the list of images.
