@@ -7,6 +7,7 @@ from PIL import Image
 from vit_jax.data import image_files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import decode
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import open_folder
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
@@ -25,13 +26,13 @@ def folder(tmp_path):
 
 
 def compute(images):
-    """The brightness and a 1, in batches of two."""
+    """The largest value of an image and a 1, in batches of two."""
 
     def prepare(data, name):
         pixels = data
         if isinstance(data, bytes):
             pixels = decode(data)
-        return pixels.mean(keepdims=True).reshape(1, 1, 1).astype(np.float32)
+        return pixels.max(keepdims=True).reshape(1, 1, 1)
 
     def work(batch, rows):
         return np.stack([batch.reshape(len(batch)), np.ones(len(batch))], 1)
@@ -50,11 +51,11 @@ def test_images_of_a_split_have_numbers_labels_and_names(folder):
     assert found.features.tolist() == [[30 * each, 1] for each in whole]
     assert found.features.dtype == np.float32
     assert found.labels.tolist() == [int(each > 3) for each in whole]
-    assert found.names == [source.describe(i) for i in found.numbers]
+    assert found.names == [source.describe(i) for i in found.numbers.tolist()]
     ((name, why),) = told
     assert name.endswith("ant/2.png") and "cannot be decoded" in why
     rows = [ids.index(5), ids.index(1)]
-    some = image_features.of_split(source, compute, rows=rows)
+    some = image_features.of_split(source, compute, rows=np.array(rows))
     assert some.features[:, 0].tolist() == [150, 30]
     assert some.numbers.tolist() == rows
     assert some.labels is None
@@ -69,7 +70,7 @@ def test_files_and_data_sets_in_memory_have_features_too(folder):
     assert found.names == [name for name, _ in images]
     source = open_unchecked(DataConfig(name="digits", num_classes=10), "test")
     found = image_features.of_split(source, compute, rows=range(3), labelled=True)
-    expected = [source[i]["image"].mean() for i in range(3)]
+    expected = [source[i]["image"].max() for i in range(3)]
     np.testing.assert_allclose(found.features[:, 0], expected, rtol=1e-6)
     assert found.labels.tolist() == source.labels[:3].tolist()
 
@@ -84,7 +85,7 @@ def test_a_record_that_cannot_be_read_does_not_end_the_rest_in_silence(folder):
     assert sorted(found.features[:, 0].tolist()) == [0, 90, 120, 150, 180]
     assert len(told) == 2
 
-    class Broken:
+    class Broken(Source):
         def __len__(self):
             return 3
 

@@ -1,6 +1,6 @@
 """Features of image files, and of the images of a split.
 
-Letters: N images, D features.
+Letters: N images, R of them, D features.
 """
 
 import collections
@@ -68,7 +68,7 @@ def of_split(
     source: Source,
     compute: Compute,
     *,
-    rows: Iterable[int] | None = None,
+    rows: Iterable[int] | Integer[np.ndarray, " R"] | None = None,
     labelled: bool = False,
     on_unreadable: OnUnreadable = refuse,
 ) -> ImageFeatures:
@@ -87,7 +87,7 @@ def of_split(
     read: collections.deque[tuple[int, int]] = collections.deque()
 
     def images():
-        for row in range(len(source)) if rows is None else rows:
+        for row in map(int, range(len(source)) if rows is None else rows):
             name = source.describe(row)
             try:
                 record = read_record(source, row)
