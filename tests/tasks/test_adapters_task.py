@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from helpers import (
+    assert_same_training,
     begin,
     draw_params,
     kill_after,
     run_command,
     slow_but,
     train,
+    trained_on,
     write_workdir,
 )
-from test_self_supervised import DINOV2, FSDP, MAE, assert_same, config_of, losses_of
+from test_self_supervised import DINOV2, FSDP, MAE, config_of
 
 from vit_jax import weights
 from vit_jax.config import fields
@@ -230,8 +232,8 @@ def test_other_formats_have_the_wrapped_tasks_parameters(run, to, part, tmp_path
     ids=str,
 )
 def test_it_is_the_same_on_any_mesh(name, devices, sections):
-    alone = losses_of(config(name), 1)
-    assert_same(losses_of(config(name, **sections), devices), alone)
+    alone = trained_on(config(name), 1)
+    assert_same_training(trained_on(config(name, **sections), devices), alone)
 
 
 @pytest.mark.parametrize(
