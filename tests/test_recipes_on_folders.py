@@ -63,6 +63,7 @@ def test_a_folder_that_does_not_exist_is_no_value(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_a_folder(photographs, tmp_path):
     keys = {"total_steps": 2, "batch_size": 8, "mesh": {}, "log_every_steps": 1}
     keys |= {"data.image_size": (32, 32), "optim.warmup_epochs": 0, "model.scan": False}
