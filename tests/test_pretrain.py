@@ -7,7 +7,7 @@ import shutil
 import image_folder
 import numpy as np
 import pytest
-from helpers import kill_after, run_command, write_weights
+from helpers import kill_after, run_command, tiny_config, write_weights
 from PIL import Image
 
 import vit_jax
@@ -92,6 +92,14 @@ def test_a_folder_without_labels_becomes_a_model(place, tmp_path, capsys):
     assert "resuming with the settings chosen before" in capsys.readouterr().out
     with pytest.raises(UserError, match="another command.*--method"):
         run_command("pretrain", [*words, "--method=dinov2", f"--workdir={run}"])
+    for others in ([place / "photos", place / "labelled"], ["digits"]):
+        with pytest.raises(UserError, match="another command.*images: .*photos ->"):
+            run_command("pretrain", [*others, *words[1:], f"--workdir={run}"])
+    given = dict(word.removeprefix("--config.").split("=") for word in TINY)
+    result = vit_jax.pretrain(
+        place / "photos", run, minutes=0, total_steps=2, tell=str, **given
+    )
+    assert result.count == 7 and result.report["steps"] == 2
 
 
 def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
@@ -109,6 +117,14 @@ def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
     config = chosen(place / "photos", teacher, "--variant=Ti/4", *SHORT)
     assert config.task.name == "feature_distillation"
     assert config.task.teachers == (teacher[10:],) and not config.init.checkpoint
+    size = "--config.data.image_size=(16, 16)"
+    for how, crops in {
+        "dinov2": "multi_crop(16, small_size=8",
+        "mae": "random_",
+    }.items():
+        config = chosen(place / "photos", weights, f"--method={how}", size, *SHORT)
+        assert config.data.train_transform.startswith(crops)
+        assert config.data.image_size == (16, 16)
     config = chosen(place / "photos", weights, "--lora=3", *SHORT)
     assert config.task.name == "adapters" and config.task.rank == 3
     assert config.task.of.name == "dinov2"
@@ -161,6 +177,30 @@ def test_the_best_step_is_compared_with_the_start():
     line = scores.conclusion(worse, 60, started=True)
     assert "no checkpoint is better than the weights" in line and "60 images" in line
     assert "--minutes" in scores.conclusion(worse, 2_000, started=False)
+    assert "as they are" not in scores.conclusion(worse, 60, started=False)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [{3: {"val/loss": 0.5}}, {0: {"val/loss": 0.5}}, {0: {}, 3: {"val/loss": 1.0}}],
+)
+def test_scores_without_a_start_or_an_end_are_not_compared(rows):
+    line = scores.conclusion(scores.Scores(rows, "val/loss"), 60, started=True)
+    assert "nothing is compared" in line and "'val/loss'" in line
+
+
+def test_any_metric_may_choose_the_checkpoint(tmp_path):
+    config = tiny_config(
+        evals={"rank": {"kind": "rank"}},
+        eval_every_steps=2,
+        ema={"decay": 0.0},
+        checkpoint={"best_metric": "rank/mean_cosine"},
+    )
+    lines = [{"step": i, "rank/params/mean_cosine": 0.5 + i} for i in (0, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = scores.read(tmp_path, config)
+    assert found.start == 0.5 and found.best == (2, 2.5)
+    assert "rank/mean_cosine" in scores.table(found)[0]
 
 
 @pytest.mark.slow

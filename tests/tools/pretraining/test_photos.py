@@ -1,6 +1,7 @@
 """Photographs without labels: what is trained on, held out and left out."""
 
 import csv
+import os
 import shutil
 
 import mask_folder
@@ -252,6 +253,8 @@ def test_tar_shards(tmp_path, monkeypatch):
     assert find(tmp_path, *place.iterdir()) == found
     assert find(tmp_path, place / "0.tar").count == 57
     assert find(tmp_path, place, labels=place).labelled["name"] == "tar"
+    relative = os.path.relpath(place)
+    assert find(tmp_path, place, labels=relative).labelled["name"] == "tar"
     write(tmp_path / "photos", 4)
     with pytest.raises(UserError, match=r"0.tar is given with other places"):
         find(tmp_path, place / "0.tar", tmp_path / "photos")

@@ -6,7 +6,6 @@ resumes with it, also after the workdir or the images have been moved.
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -122,12 +121,13 @@ def _begun(job: Job, workdir: str) -> tuple[dict | None, str]:
     if not runs.has_begun(workdir):
         return None, place
     data = raw["data"]
-    if images == place or not os.path.exists(place):
+    if images == place:
         return job.moved(raw, workdir), images
     with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
         moved = complete(raw | {"data": data | job.find(scratch).data}).data
         source = open_source(moved, moved.split)
         stored = checkpoint_folders.read_metadata(workdir)["data"]
         if not fingerprint.differences(stored, source):
-            return raw | {"data": data | job.find(workdir).data}, images
+            found = raw | {"data": data | job.find(workdir).data}
+            return job.moved(found, workdir), images
     return raw, place

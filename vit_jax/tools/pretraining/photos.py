@@ -151,8 +151,9 @@ def find(
     paths = [pathlib.Path(place).expanduser().absolute() for place in places]
     if any(map(_is_of_shards, paths)):
         root = _folder_of_shards(paths)
-        own = len(places) == 1 and labels == places[0]
-        return _of_shards(root, given, workdir, str(root) if own else labels)
+        own = labels and os.path.realpath(os.path.expanduser(labels))
+        is_own = own == os.path.realpath(root)
+        return _of_shards(root, given, workdir, str(root) if is_own else labels)
     return _of_files(paths, given, workdir, labels)
 
 

@@ -296,7 +296,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
     method.check(given)
     config_of = functools.partial(_config, given, method, request, overrides)
     wanted = float(np.clip(method.images / given.images.count, 1, MOST_EPOCHS))
-    side = max(given.network.image_shape[:2])
+    side = _side_of(given, overrides)
     batch = rule.batch_of(given.images, jax.default_backend(), jax.device_count())
     length, speed = rule.Length(side, wanted, math.nan), 0.0
     if request.minutes and not {"total_steps", "epochs"} & overrides.keys():
@@ -320,6 +320,15 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
     for key in choices.keys() & request.overrides.keys():
         choices[key] = choices[key][0], "set"
     return fields.to_json(complete(raw)), choices
+
+
+def _side_of(given: Given, overrides: Mapping[str, object]) -> int:
+    """Returns the side to begin with: the one that is set, or that of the network."""
+    key, raw = "data.image_size", {}
+    if key in overrides:
+        loading.override(TrainConfig, raw, {key: overrides[key]})
+        return max(raw["data"]["image_size"])
+    return max(given.network.image_shape[:2])
 
 
 def _open(request: _Request, workdir: str) -> Given:

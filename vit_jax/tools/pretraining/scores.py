@@ -12,7 +12,8 @@ from vit_jax.training.actions import lower_is_better
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 
-# Metrics that are compared, as EVALUATION/METRIC, and their names for a reader.
+# Metrics that are compared beside `checkpoint.best_metric`, as EVALUATION/METRIC, and
+# their names for a reader.
 COMPARED = {
     "knn/top1": "k-NN accuracy",
     "val/loss": "held-out loss",
@@ -36,6 +37,12 @@ class Scores:
     metric: str
 
     @property
+    def is_compared(self) -> bool:
+        """Whether `metric` has values before the first step and after a later one."""
+        has = [self.metric in row for _, row in sorted(self.by_step.items())]
+        return 0 in self.by_step and has[0] and any(has[1:])
+
+    @property
     def start(self) -> float:
         """Value of `metric` before the first step."""
         return self.by_step[0][self.metric]
@@ -43,7 +50,11 @@ class Scores:
     @property
     def best(self) -> tuple[int, float]:
         """Step after which `metric` was best, and its value there."""
-        later = [(s, x[self.metric]) for s, x in self.by_step.items() if s]
+        later = [
+            (step, row[self.metric])
+            for step, row in self.by_step.items()
+            if step and self.metric in row
+        ]
         sign = 1 if lower_is_better(self.metric) else -1
         return min(later, key=lambda item: (sign * item[1], item[0]))
 
@@ -68,8 +79,8 @@ def _compared(flat: Mapping[str, object], config: TrainConfig) -> dict[str, floa
     """Returns the scores that are compared, without the name of the parameters."""
     kind = "ema" if config.has_average else "params"
     found = {}
-    for name in COMPARED:
-        evaluation, metric = name.split("/")
+    for name in dict.fromkeys((*COMPARED, config.checkpoint.best_metric)):
+        evaluation, _, metric = name.partition("/")
         if (key := f"{evaluation}/{kind}/{metric}") in flat:
             found[name] = flat[key]
     return found
@@ -92,7 +103,7 @@ class Follow(Callback):
             self._start = found
             return
         words = [
-            f"{COMPARED[name]} {_text(name, value)} (start {_text(name, before)})"
+            f"{_title(name)} {_text(name, value)} (start {_text(name, before)})"
             for name, value in found.items()
             if (before := self._start.get(name)) is not None
         ]
@@ -108,8 +119,13 @@ def conclusion(scores: Scores, count: int, *, started: bool) -> str:
       count: number of training images.
       started: whether the run started from weights.
     """
+    if not scores.is_compared:
+        return (
+            f"nothing is compared with the start: checkpoint.best_metric="
+            f"{scores.metric!r} has no value there or none later (eval_at_start)"
+        )
     step, best = scores.best
-    name = COMPARED.get(scores.metric, scores.metric)
+    name = _title(scores.metric)
     now, before = _text(scores.metric, best), _text(scores.metric, scores.start)
     if scores.is_better:
         return f"{name} {now} after {step} steps, {before} before"
@@ -119,20 +135,26 @@ def conclusion(scores: Scores, count: int, *, started: bool) -> str:
         f"after {step} steps"
     )
     if count < FEW:
-        return f"{line}; {count:,} images are few: give more, or use the weights as they are"
+        instead = ", or use the weights as they are" if started else ""
+        return f"{line}; {count:,} images are few: give more{instead}"
     return f"{line}; train for longer (--minutes), or at a lower rate"
 
 
 def table(scores: Scores) -> list[str]:
     """Returns the scores by step as the lines of a table."""
-    names = [n for n in COMPARED if any(n in row for row in scores.by_step.values())]
-    rows = [["steps", *(COMPARED[name] for name in names)]]
+    known = dict.fromkeys((*COMPARED, scores.metric))
+    names = [n for n in known if any(n in row for row in scores.by_step.values())]
+    rows = [["steps", *map(_title, names)]]
     for step, row in sorted(scores.by_step.items()):
         values = (_text(name, row[name]) if name in row else "" for name in names)
         rows.append([str(step) if step else "0 (start)", *values])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = lambda row: "  ".join(map(str.ljust, row, widths)).rstrip()
     return [line(row) for row in rows]
+
+
+def _title(name: str) -> str:
+    return COMPARED.get(name, name)
 
 
 def _text(name: str, value: float) -> str:
