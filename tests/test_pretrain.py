@@ -1,6 +1,7 @@
 """`vit_jax.pretrain`: from a folder without labels to a model, with chosen settings."""
 
 import json
+import os
 import re
 import shutil
 
@@ -110,6 +111,9 @@ def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
     assert config.data.train_transform.startswith("multi_crop(32, small_size=16")
     assert config.data.num_classes == 0 and config.evals["knn"].kind == "knn"
     assert "dinov2: crops and masked patches" in capsys.readouterr().out
+    labels = os.path.relpath(place / "labelled")
+    config = chosen(place / "photos", f"--labels={labels}", weights, *SHORT)
+    assert config.evals["knn"].data_dir == str(place / "labelled")
     config = chosen(place / "photos", weights, "--method=mae", *SHORT)
     assert config.task.name == "mae" and config.optim.name == "adamw"
     teacher = f"--teacher={place / 'weights.safetensors'}"

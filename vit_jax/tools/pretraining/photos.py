@@ -27,6 +27,7 @@ from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import layout
 from vit_jax.weights.checkpoint_folders import absolute
 
+CHOSEN_FILE = "pretrain.json"  # File in the workdir with the chosen config.
 LIST_FILE = "photos.csv"  # File in the workdir with the split of each image.
 UNLABELLED = "unlabelled"  # Split of training images without a class.
 UNUSED = "unused"  # Split of held-out images without a class if others have one.
@@ -175,8 +176,13 @@ def with_workdir(raw: Mapping, workdir: str) -> dict:
     }
 
     def moved(section: Mapping) -> dict:
-        name = os.path.basename(section.get("data_dir", ""))
-        return {**section, "data_dir": lists[name]} if name in lists else {**section}
+        path = section.get("data_dir", "")
+        above, name = os.path.split(path)
+        # A table of the user may have the name of a list.
+        is_list = not os.path.exists(path) or CHOSEN_FILE in os.listdir(above or ".")
+        if name in lists and is_list:
+            return {**section, "data_dir": lists[name]}
+        return {**section}
 
     evals = {name: moved(each) for name, each in raw.get("evals", {}).items()}
     return {**raw, "data": moved(raw["data"]), "evals": evals}
@@ -502,12 +508,7 @@ def _of_name(place: str, given: Mapping, workdir: str, labels: str) -> Photos:
     if parquet.is_hub(name):
         names, keys = layout.hub_columns(name, given, labelled=False)
         data = keys | data
-    train = data.pop("split", "") or first_of(TRAIN, names) or names[0]
-    if "[" in train or "(" in train:
-        raise UserError(
-            f"data.split={train!r}: name whole splits here, such as {splits.names(train)[0]};"
-            " a part is held out of them"
-        )
+    train = first_of(TRAIN, names) or names[0]
     try:
         source = open_unchecked(DataConfig(**data, split=train), train)
     except UserError as error:
@@ -524,7 +525,7 @@ def _of_records(
     """Returns the splits of an open source, of which `train` is the training split."""
     numbering = source.split_numbering()
     sizes = numbering.sizes if numbering else {train: len(source)}
-    trained = splits.names(train)
+    trained = [train]
     trained += [s for s in sizes if s.lower() in _WITHOUT_LABELS and s not in trained]
     total, own = sum(sizes[name] for name in trained), labels == place
     validation = first_of(VALIDATION, [name for name in sizes if name not in trained])
@@ -542,7 +543,7 @@ def _of_records(
         # Records of TFDS are shuffled; those of other sets are often sorted by class.
         blocks = 1 if not key_of(data["name"]) else _BLOCKS
         # Only splits with labels can score them.
-        pool = splits.names(train) if own else trained
+        pool = [train] if own else trained
         cut = functools.partial(_cut, blocks=blocks, labelled=own)
         parts = [cut(name, sizes[name]) for name in pool]
         rest = [name for name in trained if name not in pool]

@@ -30,7 +30,7 @@ from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights import export
 from vit_jax.weights.pretrained import Pretrained
 
-FILE, PICTURE, ADAPTER = "pretrain.json", "neighbours.jpg", "adapter"
+PICTURE, ADAPTER = "neighbours.jpg", "adapter"
 MINUTES = 30.0
 EVALUATIONS = 6
 MOST_EPOCHS = 300
@@ -163,7 +163,7 @@ def summary(result: Result) -> list[str]:
         lines.append(f"adapter:    {result.adapter}")
     lines += [
         f"fine-tune:  python -m vit_jax.finetune PHOTOS --model={model}",
-        f"features:   python -m vit_jax.features --model={model} --out=FILE IMAGES",
+        f"features:   python -m vit_jax.features --model={model} --out=FILE.parquet IMAGES",
         f"export:     python -m vit_jax.convert --model={model} --to=hf --out=FOLDER",
     ]
     return [
@@ -187,7 +187,7 @@ class _Request:
     overrides: Mapping[str, object]
     say: Callable[[str], None]
 
-    file = FILE
+    file = own.CHOSEN_FILE
 
     @property
     def place(self) -> str:
@@ -257,23 +257,24 @@ def _request(
         )
     if lora and not model:
         raise UserError(f"lora={lora} adapts weights: give a model")
-    paths = [os.path.abspath(os.path.expanduser(place)) for place in places]
-    found = tuple(
-        path if os.path.exists(path) else place
-        for place, path in zip(places, paths, strict=True)
-    )
     return _Request(
-        found,
+        tuple(map(_absolute, places)),
         model,
         method,
         tuple(teachers),
         variant,
-        labels,
+        labels if labels in ("", own.NO_LABELS) else _absolute(labels),
         lora,
         minutes,
         dict(overrides or {}),
         say,
     )
+
+
+def _absolute(place: str) -> str:
+    """Returns the absolute path of a file or folder; a name of a data set unchanged."""
+    path = os.path.abspath(os.path.expanduser(place))
+    return path if os.path.exists(path) else place
 
 
 def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
