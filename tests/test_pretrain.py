@@ -138,6 +138,7 @@ def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
     [
         ({"name": "mae"}, "workdir", "mae"),
         ({}, "mae", "mae"),
+        ({"name": "adapters", "of": {"name": "mae"}}, "workdir", "mae"),
         ({"name": "dino"}, "workdir", "dinov2"),
         ({}, "dinov2", "dinov2"),
         ({"name": "classification"}, "workdir", "dinov2"),

@@ -46,7 +46,8 @@ class Dinov2Method:
             raise UserError(
                 f"method='dinov2' with the network {variant!r}, which has no class token "
                 "beside its patches: choose weights of a Vision Transformer with one, "
-                "such as deit:Ti/16, or give a teacher"
+                "such as deit:Ti/16, give a teacher, or set method='mae', which needs "
+                "patches only"
             )
 
     def sections(self, given: Given, length: Length) -> Mapping[str, dict]:
@@ -91,7 +92,7 @@ def _heads(given: Given) -> dict:
     """Returns the keys of `task` that describe the heads of weights, if they have any."""
     if given.pretrained is None or "teacher" not in given.pretrained.task_params:
         return {}
-    task = given.pretrained.task
+    task = given.pretrained.objective
     if task.get("name") != Dinov2Config.name:
         return {}
     known = fields.fields(Dinov2Config)

@@ -60,7 +60,7 @@ class MaeMethod:
         else:
             optim = optimizer(_RATE * length.batch / 256, b2=0.95, weight_decay=0.05)
             if "decoder" in given.pretrained.task_params:
-                stored, known = given.pretrained.task, fields.fields(MaeConfig)
+                stored, known = given.pretrained.objective, fields.fields(MaeConfig)
                 task |= {
                     k: stored[k] for k in _OF_DECODER if k in stored and k in known
                 }

@@ -92,7 +92,7 @@ def suits(pretrained: Pretrained | None, teachers: tuple[str, ...]) -> tuple[str
         return "distillation", "a teacher is given"
     if pretrained is None:
         return "mae", "there are no weights to start from"
-    trained = pretrained.task.get("name", "")
+    trained = pretrained.objective.get("name", "")
     if "mae" in (trained, pretrained.format):
         return "mae", "the weights are of MAE"
     kind = trained or pretrained.format
