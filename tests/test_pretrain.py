@@ -178,6 +178,13 @@ def test_the_best_step_is_compared_with_the_start():
     rows = {0: {"val/loss": 0.5}, 3: {"val/loss": 0.75}}
     worse = scores.Scores(rows, "val/loss")
     assert (worse.best, worse.is_better) == ((3, 0.75), False)
+    rows = {0: {"val/loss": 0.5, "rank/rankme": 9.0}, 3: {"val/loss": 0.25}}
+    loss = scores.Scores(rows, "val/loss")
+    line = "held-out loss 0.25 after 3 steps, 0.5 before"
+    assert scores.conclusion(loss, 60, started=True) == line
+    rows[3]["rank/rankme"] = 7.5
+    line += "; rank of features (RankMe) 7.5, 9 before"
+    assert scores.conclusion(loss, 60, started=True) == line
     line = scores.conclusion(worse, 60, started=True)
     assert "no checkpoint is better than the weights" in line and "60 images" in line
     assert "--minutes" in scores.conclusion(worse, 2_000, started=False)
@@ -235,8 +242,13 @@ def test_a_killed_run_resumes_and_is_a_model_for_every_command(place, tmp_path, 
     # The workdir may move.
     shutil.move(run, tmp_path / "moved")
     words[-3] = f"--workdir={tmp_path / 'moved'}"
+    # Its checkpoints have all that it needs.
+    hidden = (place / "weights.safetensors").rename(place / "hidden.safetensors")
     assert run_command("pretrain", words) == 0
-    assert "resuming with the settings chosen before" in capsys.readouterr().out
+    hidden.rename(place / "weights.safetensors")
+    out = capsys.readouterr().out
+    assert "resuming with the settings chosen before" in out
+    assert "no picture of neighbours is drawn" in out
 
 
 @pytest.mark.slow

@@ -298,6 +298,8 @@ def test_what_is_no_set_of_photographs_is_said(classes, tmp_path):
     write(tmp_path / "one", 1)
     for i in range(5):
         write(tmp_path / "equal", 1, name=f"{i}.png")
+    write(tmp_path / "split", 5, name="train/{}.png")
+    write(tmp_path / "split", 1, 9, name="val/{}.png")
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in ("a.txt", "b.txt", "c.zip"):
@@ -306,6 +308,7 @@ def test_what_is_no_set_of_photographs_is_said(classes, tmp_path):
         ([tmp_path / "empty"], "empty has no images at any depth: give"),
         ([texts], r"texts has no images at any depth, only files 2 \.txt, 1 \.zip"),
         ([texts / "c.zip"], r"c\.zip is neither an image nor a table.*unpack"),
+        ([tmp_path / "split"], "split has one image in its validation split"),
         ([tmp_path / "one"], "one has one image: give 4"),
         ([tmp_path / "equal"], "equal has 5 images that are all equal"),
         (["nowhere"], "nowhere does not exist as a folder or table"),

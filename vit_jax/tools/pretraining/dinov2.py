@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tasks.dinov2 import Dinov2Config
-from vit_jax.tools.pretraining.method import Given, Length, optimizer
+from vit_jax.tools.pretraining.method import Given, Length, from_scratch, optimizer
 
 _JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
 _SMALL_CROPS = 4
@@ -19,7 +19,6 @@ _SMALL_SIDE = 96 / 224  # Side of small crops divided by that of large crops.
 _FROZEN = 0.1  # Fraction of the run in which only new heads are trained.
 _HEADS = {"num_outputs": 2_048, "hidden_dim": 512, "bottleneck_dim": 128}
 _RATE = 1e-3  # For weights, in batches of 32; with the square root of the batch.
-_SCRATCH_RATE = 3e-3  # Muon, as measured on CIFAR-10.
 # Keys that weights with heads determine.
 _OF_HEADS = (
     *("num_outputs", "hidden_dim", "bottleneck_dim", "free_gain", "weight_norm"),
@@ -72,14 +71,7 @@ class Dinov2Method:
             "small_transform": f"{_JITTER} | gaussian_blur(0.5)",
         }
         if given.pretrained is None:
-            optim = {
-                "name": "muon",
-                "learning_rate": _SCRATCH_RATE,
-                "weight_decay": 0.04,
-                "schedule": "cosine",
-                "warmup_fraction": 0.1,
-                "grad_clip_norm_per_part": 3.0,
-            }
+            optim = from_scratch(grad_clip_norm_per_part=3.0)
             return {"task": task, "optim": optim, "data": {"train_transform": crops}}
         optim = optimizer(_RATE * (length.batch / 32) ** 0.5, layer_decay=0.9)
         optim["grad_clip_norm_per_part"] = 3.0

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tasks.mae import MaeConfig
-from vit_jax.tools.pretraining.method import Given, Length, optimizer
+from vit_jax.tools.pretraining.method import Given, Length, from_scratch, optimizer
 
 _RATE = 1.5e-4  # For batches of 256, from table 8 of the paper; in proportion.
-_SCRATCH_RATE = 3e-3  # Muon, as measured on CIFAR-10.
 _OF_DECODER = (
     *("decoder_width", "decoder_depth", "decoder_num_heads", "decoder_mlp_dim"),
     "normalize_targets",
@@ -50,13 +49,7 @@ class MaeMethod:
         if given.pretrained is None:
             # No loss reads the class token: the mean of the patches has more.
             model = {"pool": "gap", "class_token": True, "posemb": "sincos2d_mae"}
-            optim = {
-                "name": "muon",
-                "learning_rate": _SCRATCH_RATE,
-                "weight_decay": 0.05,
-                "schedule": "cosine",
-                "warmup_fraction": 0.1,
-            }
+            optim = from_scratch(weight_decay=0.05)
         else:
             optim = optimizer(_RATE * length.batch / 256, b2=0.95, weight_decay=0.05)
             if "decoder" in given.pretrained.task_params:

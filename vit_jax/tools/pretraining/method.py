@@ -22,6 +22,7 @@ METHODS = Registry(
         "distillation": "vit_jax.tools.pretraining.distillation:METHOD",
     }
 )
+_SCRATCH_RATE = 3e-3  # Muon, as measured on CIFAR-10.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,11 @@ def suits(pretrained: Pretrained | None, teachers: tuple[str, ...]) -> tuple[str
     if kind.startswith("dino"):
         return "dinov2", f"the weights are of {kind}"
     return "dinov2", "adapts weights of any training"
+
+
+def from_scratch(**keys: object) -> dict:
+    """Returns `config.optim` of methods that start from random parameters."""
+    return optimizer(_SCRATCH_RATE, **{"name": "muon"} | keys)
 
 
 def optimizer(rate: float, **keys: object) -> dict:

@@ -224,6 +224,7 @@ def _of_files(
     count, held = counts[TRAIN[0]] + counts[UNLABELLED], counts[VALIDATION[0]]
     if not count:
         raise UserError(f"{where} has no images outside of its validation split")
+    _check_held_out(where, held)
     with_labels = counts[TRAIN[0]] and any(each.label for each in rows)
     path = epath.Path(list_file(workdir))
     layout.write_rows(path, [_row(each, bool(with_labels)) for each in rows])
@@ -536,6 +537,7 @@ def _of_records(
     notes = [f"a data set with the splits {', '.join(sizes)}"]
     if validation:
         test, held = validation, min(sizes[validation], MOST_HELD_OUT)
+        _check_held_out(place, held)
         kept, count = "+".join(trained), total
         if sizes[validation] > MOST_HELD_OUT:
             validation += f"[:{MOST_HELD_OUT}]"
@@ -619,6 +621,15 @@ def _equal(where: object, count: int) -> str:
     return (
         f"{where} has {count:,} images that are all equal: give different photographs"
     )
+
+
+def _check_held_out(where: object, count: int) -> None:
+    if count < LEAST_HELD_OUT:
+        raise UserError(
+            f"{where} has one image in its validation split, but features of held-out "
+            f"images are compared: give {LEAST_HELD_OUT} or more there, or leave out the "
+            "split"
+        )
 
 
 def _too_few(where: object, count: int, notes: Sequence[str]) -> UserError:

@@ -107,23 +107,32 @@ def pretrain(
     trained = weights.open_pretrained(workdir, with_task=True)
     return dataclasses.replace(
         result,
-        picture=_draw_neighbours(config, model, trained, workdir),
+        picture=_draw_neighbours(config, model, trained, workdir, say),
         adapter=_write_adapter(trained, workdir, say) if lora else "",
     )
 
 
 def _draw_neighbours(
-    config: TrainConfig, start: str, trained: Pretrained, workdir: str
+    config: TrainConfig,
+    start: str,
+    trained: Pretrained,
+    workdir: str,
+    say: Callable[[str], None],
 ) -> str:
     """Draws nearest held-out images by the starting and by the trained weights.
 
     Returns:
-      The path of the picture.
+      The path of the picture; "" if the starting weights are gone.
     """
     source = open_source(config.data, config.evals["val"].split)
+    try:
+        before = weights.open_pretrained(start, with_task=False)
+    except UserError as error:  # A run that resumed does not need them.
+        say(f"no picture of neighbours is drawn: {error}")
+        return ""
     how = weights.preprocessing_of(trained)
     found = []
-    for each in (weights.open_pretrained(start, with_task=False), trained):
+    for each in (before, trained):
         compute = Extractor(each, how).features
         left_out = lambda name, why: None  # Named by the evaluations.
         found.append(of_split(source, compute, on_unreadable=left_out))

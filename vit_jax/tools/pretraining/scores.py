@@ -14,11 +14,12 @@ from vit_jax.training.config import TrainConfig
 
 # Metrics that are compared beside `checkpoint.best_metric`, as EVALUATION/METRIC, and
 # their names for a reader.
+RANK = "rank/rankme"
 COMPARED = {
     "knn/top1": "k-NN accuracy",
     "val/loss": "held-out loss",
     "val/teacher_entropy": "teacher's entropy",
-    "rank/rankme": "rank of features (RankMe)",
+    RANK: "rank of features (RankMe)",
 }
 # With fewer images than this, pretraining is expected to overfit.
 FEW = 1_000
@@ -128,7 +129,13 @@ def conclusion(scores: Scores, count: int, *, started: bool) -> str:
     name = _title(scores.metric)
     now, before = _text(scores.metric, best), _text(scores.metric, scores.start)
     if scores.is_better:
-        return f"{name} {now} after {step} steps, {before} before"
+        line = f"{name} {now} after {step} steps, {before} before"
+        # The loss falls also with a new decoder or projector only.
+        rows = scores.by_step[step], scores.by_step[0]
+        if scores.metric == "val/loss" and all(RANK in row for row in rows):
+            now, before = (_text(RANK, row[RANK]) for row in rows)
+            line += f"; {_title(RANK)} {now}, {before} before"
+        return line
     begun = "the weights that it started from" if started else "random weights"
     line = (
         f"no checkpoint is better than {begun}: {name} {before} before, at best {now} "
