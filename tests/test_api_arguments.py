@@ -132,6 +132,7 @@ VALUES = [
     ("pretrain", adapt, "lora", (-2, 1.5)),
     ("pretrain", adapt, "method", (3, "simclr")),
     ("pretrain", adapt, "labels", (3,)),
+    ("pretrain", adapt, "teacher", (3,)),
     ("evaluate", evaluate, "step", (3,)),
     ("evaluate", evaluate, "use_ema", ("no",)),
     ("evaluate", evaluate, "class_names", (3,)),

@@ -133,6 +133,11 @@ def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
     assert config.task.of.name == "dinov2"
 
 
+def test_no_name_is_not_the_present_folder(tmp_path):
+    with pytest.raises(UserError, match="no photographs"):
+        run_command("pretrain", ["", f"--workdir={tmp_path}"])
+
+
 @pytest.mark.parametrize(
     ("task", "form", "expected"),
     [

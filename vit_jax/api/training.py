@@ -257,9 +257,9 @@ def pretrain(
     """
     folders = photos if isinstance(photos, list | tuple) else [photos]
     teachers = teacher if isinstance(teacher, list | tuple) else [teacher]
-    teachers = [os.fspath(each) for each in teachers if each]
-    take = lambda place: arguments.take("photos", fields.Key(help=""), place, "")
-    places = [take(place) for place in folders]
+    take = lambda name, one: arguments.take(name, fields.Key(help=""), one, "")
+    teachers = [take("teacher", each) for each in teachers if each]
+    places = [take("photos", place) for place in folders]
     if not places:
         raise UserError("photos=[]: give a folder of images, or several")
     given = workdir or default_workdir(

@@ -147,6 +147,16 @@ def test_folders_of_splits(tmp_path):
     assert not any("wasp" in path for path in paths(found, found.data["split"]))
 
 
+def test_of_several_validation_splits_one_is_read(tmp_path):
+    place = tmp_path / "photos"
+    for i, name in enumerate(("train", "val", "dev", "Test", "eval")):
+        write(place, 5, 10 * i, f"{name}/{{}}.png")
+    found = find(tmp_path, place)
+    assert counts(found) == (5, 5)
+    for name in ("dev", "Test", "eval"):
+        assert f"images of {name!r} left out: 5" in found.description
+
+
 def test_a_class_of_trains_is_not_a_split(classes, tmp_path):
     write(classes, 10, 60, "train/{}.png")
     found = find(tmp_path, classes)
@@ -315,6 +325,7 @@ def test_what_is_no_set_of_photographs_is_said(classes, tmp_path):
         (["./nowhere/at/all"], "does not exist as a folder or table"),
         ([classes, "cifar10"], "cifar10 does not exist as a file or folder: several"),
         ([], "no photographs"),
+        ([""], "no photographs"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             find(tmp_path / "run", *places)

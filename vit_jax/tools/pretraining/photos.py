@@ -139,7 +139,7 @@ def find(
     """
     given = {key: each for key, each in given.items() if key != "mask_key"}
     there = [os.path.exists(os.path.expanduser(place)) for place in places]
-    if not places:
+    if not all(places) or not places:
         raise UserError("no photographs: give a folder, a table or a data set")
     if not all(there):
         if len(places) == 1:
@@ -376,10 +376,13 @@ def _by_folders(
         dataclasses.replace(each, label=label, split=VALIDATION[0])
         for (each, _), label in zip(held, found, strict=True)
     ]
-    splits_of = (train, validation, test)
+    # Of several validation splits, the first one is used.
+    usual = {*VALIDATION, *TEST}
+    unread = sorted(each for each in tops - {validation} if each.lower() in usual)
+    splits_of = (train, validation, *unread)
     others = [each for each, of in rows if len(of) == 1 or of[0] not in splits_of]
-    if test:
-        notes.append(f"images of {test!r} left out: {len(inside(test)):,}")
+    for each in unread:
+        notes.append(f"images of {each!r} left out: {len(inside(each)):,}")
     return [*trained, *others, *held], notes
 
 

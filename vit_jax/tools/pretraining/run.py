@@ -283,7 +283,7 @@ def _request(
 def _absolute(place: str) -> str:
     """Returns the absolute path of a file or folder; a name of a data set unchanged."""
     path = os.path.abspath(os.path.expanduser(place))
-    return path if os.path.exists(path) else place
+    return path if place and os.path.exists(path) else place
 
 
 def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
