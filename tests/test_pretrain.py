@@ -164,7 +164,8 @@ def test_the_method_follows_from_the_weights(task, form, expected):
         (["--variant=Ti/4", "--model=W"], "variant='Ti/4' with model='W'"),
         (["--lora=2"], "lora=2 .*give a model"),
         (["--config.task.name=dino"], "config.task.name: --method sets it"),
-        (["--config.evals.knn.k=3"], "config.evals"),
+        (["--config.evals.other.k=3"], "evals.other"),
+        (["--config.evals.val=None"], "checkpoint.best_metric='val/loss'"),
         (["--variant=R50x1", "--method=mae"], r"method='mae'.*'R50x1'.*no patches"),
         (["--variant=R50x1", "--method=dinov2"], r"method='dinov2'.*'R50x1'"),
     ],
@@ -180,6 +181,8 @@ def test_the_best_step_is_compared_with_the_start():
     assert (better.start, better.best, better.is_better) == (0.5, (3, 0.625), True)
     line = scores.conclusion(better, 2_000, started=True)
     assert line == "k-NN accuracy 62.50% after 3 steps, 50.00% before"
+    rows = {0: {"rank/rankme": 40.0}, 3: {"rank/rankme": 40.3}}
+    assert not scores.Scores(rows, "rank/rankme").is_better  # By less than 1 %.
     rows = {0: {"val/loss": 0.5}, 3: {"val/loss": 0.75}}
     worse = scores.Scores(rows, "val/loss")
     assert (worse.best, worse.is_better) == ((3, 0.75), False)

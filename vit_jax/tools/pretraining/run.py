@@ -14,7 +14,7 @@ from vit_jax import models, weights
 from vit_jax.analysis import neighbours
 from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
-from vit_jax.data import imagenet
+from vit_jax.data import imagenet, splits
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -33,6 +33,7 @@ from vit_jax.weights.pretrained import Pretrained
 PICTURE, ADAPTER = "neighbours.jpg", "adapter"
 MINUTES = 30.0
 EVALUATIONS = 6
+RANKED = 500  # Number of images whose features' rank is measured, if there are so many.
 MOST_EPOCHS = 300
 # Network without weights by backend; the patch follows from the size of the images.
 _WIDTH = {"cpu": "Ti"}
@@ -122,9 +123,13 @@ def _draw_neighbours(
     """Draws nearest held-out images by the starting and by the trained weights.
 
     Returns:
-      The path of the picture; "" if the starting weights are gone.
+      The path of the picture; "" if the starting weights are gone, or if no features
+      of unlabelled images are evaluated.
     """
-    source = open_source(config.data, config.evals["val"].split)
+    split = next((e.split for e in config.evals.values() if e.kind == "rank"), "")
+    if not split:  # The user removed the evaluation of features.
+        return ""
+    source = open_source(config.data, split)
     try:
         before = weights.open_pretrained(start, with_task=False)
     except UserError as error:  # A run that resumed does not need them.
@@ -248,8 +253,8 @@ def _request(
     say: Callable[[str], None],
 ) -> _Request:
     for key in overrides or {}:
-        if key in _FLAGS or key.startswith("evals"):
-            raise UserError(f"--config.{key}: {_FLAGS.get(key, _PLACE)} sets it here")
+        if key in _FLAGS:
+            raise UserError(f"--config.{key}: {_FLAGS[key]} sets it here")
     if method and method not in METHODS:
         known = ", ".join(METHODS)
         raise UserError(f"method={method!r} is not a method: choose of {known}")
@@ -372,16 +377,21 @@ def _open(request: _Request, workdir: str) -> Given:
 
 def _evaluated(given: Given) -> int:
     """Returns the number of forward passes of the evaluations after a step."""
-    held_out = 3 * given.validated  # Two views for the loss, and the features.
+    # Two views for the loss, and the features.
+    held_out = 2 * given.validated + max(given.validated, RANKED)
     # k-NN also learns from about as many images as there are.
     return held_out + (given.photos.count if given.photos.labelled else 0)
 
 
-def _evaluations(photos: own.Photos) -> dict:
+def _evaluations(given: Given) -> dict:
     """Returns the section "evals"."""
+    photos, ranked = given.photos, given.photos.validation
+    if given.validated < RANKED:  # The rank of few features is noise.
+        name = splits.names(photos.data["split"])[0]
+        ranked = f"{name}[:{min(RANKED, len(photos.open(name)))}]"
     evals = {
         "val": {"kind": "task", "split": photos.validation},
-        "rank": {"kind": "rank", "split": photos.validation},
+        "rank": {"kind": "rank", "split": ranked},
     }
     if photos.labelled:
         evals["knn"] = {"kind": "knn", **photos.labelled}
@@ -426,7 +436,7 @@ def _config(
         "eval_at_start": True,
         "checkpoint_every_steps": interval,
         "checkpoint": {"max_to_keep": 1, "best_metric": best},
-        "evals": _evaluations(given.photos),
+        "evals": _evaluations(given),
     }
     loading.override(TrainConfig, raw, overrides, dropped)
     complete(raw)

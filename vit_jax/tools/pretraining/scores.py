@@ -23,6 +23,8 @@ COMPARED = {
 }
 # With fewer images than this, pretraining is expected to overfit.
 FEW = 1_000
+# Smallest relative difference that counts; smaller ones of ranks are rounding.
+_LEAST = {RANK: 0.01}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Scores:
     def is_better(self) -> bool:
         """Whether the best checkpoint is better than the start."""
         sign = -1 if lower_is_better(self.metric) else 1
-        return sign * self.best[1] > sign * self.start
+        least = _LEAST.get(self.metric, 0.0) * abs(self.start)
+        return sign * (self.best[1] - self.start) > least
 
 
 def read(workdir: str | os.PathLike, config: TrainConfig) -> Scores:
