@@ -87,7 +87,7 @@ def test_the_page_trains_loads_and_loops(tmp_path, monkeypatch):
     [
         (models, 7),
         (pretrained_model, 14),
-        pytest.param(training, 19, marks=pytest.mark.slow),
+        pytest.param(training, 22, marks=pytest.mark.slow),
         (callbacks, 5),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -253,7 +253,7 @@ def pretrain(
       ... )  # doctest: +ELLIPSIS
       the folder or name ...
       >>> sorted(result.scores.by_step)
-      [0, 1, 2]
+      [0, 2]
     """
     folders = photos if isinstance(photos, list | tuple) else [photos]
     teachers = teacher if isinstance(teacher, list | tuple) else [teacher]

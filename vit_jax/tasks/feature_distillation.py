@@ -128,9 +128,14 @@ class FeatureDistillationConfig(TaskConfig):
     @property
     def weights(self) -> dict[str, float]:
         """Weights of the losses that are not 0, by the names of their metrics."""
-        kinds = tuple(LOSSES)
-        names = (*kinds, *(f"{_PATCH}{kind}" for kind in kinds))
-        weights = {name: getattr(self, f"{name}_weight") for name in names}
+        weights = {
+            "cosine": self.cosine_weight,
+            "smooth_l1": self.smooth_l1_weight,
+            "relational": self.relational_weight,
+            "patch_cosine": self.patch_cosine_weight,
+            "patch_smooth_l1": self.patch_smooth_l1_weight,
+            "patch_relational": self.patch_relational_weight,
+        }
         return {name: weight for name, weight in weights.items() if weight}
 
     @property
