@@ -54,6 +54,12 @@ def counts(found):
     return len(train), len(held)
 
 
+def test_a_place_may_be_a_link(classes, tmp_path):
+    (tmp_path / "link").symlink_to(classes)
+    found, same = (find(tmp_path / "run", each) for each in (tmp_path / "link", classes))
+    assert counts(found) == counts(same) == (24, 6)
+
+
 def test_images_at_any_depth_are_found(tmp_path):
     place = tmp_path / "photos"
     write(place, 3)

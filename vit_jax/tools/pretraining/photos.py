@@ -149,7 +149,8 @@ def find(
             f"{place} does not exist as a file or folder: several places must be folders "
             "of images, image files or tables of paths; give a data set alone"
         )
-    paths = [pathlib.Path(place).expanduser().absolute() for place in places]
+    # A place may itself be a link.
+    paths = [pathlib.Path(place).expanduser().resolve() for place in places]
     if any(map(_is_of_shards, paths)):
         root = _folder_of_shards(paths)
         own = labels and os.path.realpath(os.path.expanduser(labels))
