@@ -484,7 +484,7 @@ def _choices(
         _PLACE: (given.photos.description, ""),
         "data.split, evals": (
             f"{images.count:,} images",
-            f"{given.validated:,} held out; {shown}",
+            f"{given.validated:,} held-out images are scored; {shown}",
         ),
         "--method": (f"{method.name}: {method.what}", why),
         "--model": (
