@@ -56,7 +56,9 @@ def counts(found):
 
 def test_a_place_may_be_a_link(classes, tmp_path):
     (tmp_path / "link").symlink_to(classes)
-    found, same = (find(tmp_path / "run", each) for each in (tmp_path / "link", classes))
+    found, same = (
+        find(tmp_path / "run", each) for each in (tmp_path / "link", classes)
+    )
     assert counts(found) == counts(same) == (24, 6)
 
 
