@@ -258,3 +258,12 @@ def test_the_products_are_added_to_modules_of_transformers(name, tmp_path):
     shown = tokens.mean(1) if name == "ijepa" else tokens[:, 0]
     shown = found.pooler_output if name == "clip" else shown
     np.testing.assert_allclose(shown, expected, atol=1e-4)
+
+
+def test_passwords_of_addresses_are_not_written(tmp_path):
+    base, factors = made()
+    run = run_of(base, factors, "https://user:secret@127.0.0.1:9/base.safetensors")
+    _, config, _ = written(run, tmp_path / "adapter")
+    assert config["base_model_name_or_path"].startswith("https://")
+    texts = json.dumps(config), export.usage("peft", run, "adapter")
+    assert not any("secret" in text for text in texts)

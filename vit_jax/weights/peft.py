@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from vit_jax.command_line.printing import masked
 from vit_jax.errors import UserError
 from vit_jax.weights import adapters, rewriting
 from vit_jax.weights.formats import files, hugging_face, hugging_face_processor, tables
@@ -148,7 +149,8 @@ def _config(pretrained: Pretrained, targets: list[str], whole: list[str]) -> dic
     return {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": _base_name(pretrained.start),
+        # Folders of adapters are shared: without passwords of addresses.
+        "base_model_name_or_path": masked(_base_name(pretrained.start)),
         "r": pretrained.task["rank"],
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
@@ -221,7 +223,7 @@ def _command(pretrained: Pretrained) -> str:
     size = height if height == width else f"{height}x{width}"
     family = adapters.as_transformers(pretrained).family
     return (
-        f"python -m vit_jax.convert --model={pretrained.start} --to={family.to} "
+        f"python -m vit_jax.convert --model={masked(pretrained.start)} --to={family.to} "
         f"--resolution={size} --out={_BASE}"
     )
 
