@@ -106,13 +106,19 @@ def labelled_images(place: str) -> Source:
       UserError: the place has no images with one class each.
     """
     found = find(place, {}, "")
-    for key, kind in {"mask_key": "masks", "multi_label": "several labels"}.items():
-        if found.data.get(key):
-            raise UserError(
-                f"{place} has images with {kind}: give images with one class each, such "
-                "as FOLDER/CLASS/*.jpg"
-            )
+    check_one_class(found, place)
     return found.open(found.data["split"])
+
+
+def check_one_class(layout: Layout, place: str) -> None:
+    """Raises UserError if images have masks or several labels; `place` names them."""
+    kinds = {"mask_key": "masks", "multi_label": "several labels per image"}
+    for key, kind in kinds.items():
+        if layout.data.get(key):
+            raise UserError(
+                f"{place} has {kind}: give images with one class each, such as "
+                "FOLDER/CLASS/*.jpg"
+            )
 
 
 def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:

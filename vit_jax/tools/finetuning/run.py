@@ -117,12 +117,6 @@ class _Request:
 
     file = FILE
 
-    @property
-    def layout_keys(self) -> dict[str, object]:
-        """Overrides of the arrangement of images, without the prefix "data."."""
-        keys = {name: f"data.{name}" for name in settings.LAYOUT_KEYS}
-        return {n: self.overrides[k] for n, k in keys.items() if k in self.overrides}
-
     def command(self, images: str) -> dict:
         """Returns everything that determines the results, see settings.py."""
         command = {
@@ -144,13 +138,10 @@ class _Request:
             data["data_dir"] = layout.split_file(workdir)
         return {**raw, "data": data}
 
-    def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
-        """Returns the chosen config and the reasons, see `choose`."""
-        return choose(self, workdir)
-
     def find(self, workdir: str) -> layout.Layout:
         """Returns the splits of the images; writes their list, see `layout.find`."""
-        splits = layout.find(self.place, self.layout_keys, workdir)
+        arranged, _ = settings.divided(self.overrides)
+        splits = layout.find(self.place, arranged, workdir)
         if self.fold[1]:
             splits = layout.take_fold(splits, *self.fold)
         return splits
@@ -171,11 +162,9 @@ def _request(
         if key in _FLAGS or key.startswith("evals"):
             raise UserError(f"--config.{key}: {_FLAGS.get(key, _PLACE)} sets it here")
     model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
-    path = os.path.abspath(os.path.expanduser(place))
-    place = path if os.path.exists(path) else place
-    keys = dict(overrides or {})
+    place, keys = settings.absolute_place(place), dict(overrides or {})
     if masks:
-        place, folders = layout.common_folder(path, masks)
+        place, folders = layout.common_folder(place, masks)
         keys |= folders
     return _Request(place, model, keys, say, minutes, aspect)
 
@@ -183,7 +172,7 @@ def _request(
 def _train(
     request: _Request, workdir: str, callbacks: Iterable[Callback]
 ) -> tuple[TrainConfig, Result]:
-    config, done = settings.train(request, workdir, callbacks)
+    config, done = settings.train(request, choose, workdir, callbacks)
     return config, _result(done, config, workdir)
 
 
@@ -219,18 +208,13 @@ def _open(request: _Request, workdir: str) -> Given:
     )
 
 
-def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
+def choose(request: _Request, workdir: str) -> settings.Chosen:
     """Chooses the settings of a run, see rule.py.
 
     Returns:
       The complete config as a dict, and the choices and reasons by key.
     """
-    used = request.layout_keys
-    others = {
-        key: value
-        for key, value in request.overrides.items()
-        if key.removeprefix("data.") not in used
-    }
+    _, others = settings.divided(request.overrides)
     given = _open(request, workdir)
     kind, images, minutes = given.kind, given.images, request.minutes
     name = others.get("optim.name", kind.optimizer)

@@ -6,9 +6,10 @@ resumes with it, also after the workdir or the images have been moved.
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from etils import epath
 
@@ -65,20 +66,40 @@ class Job(Protocol):
     def moved(self, raw: Mapping, workdir: str) -> dict:
         """Returns a stored config that reads the lists in a workdir that was moved."""
 
-    def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
-        """Returns the complete config as a dict, and choices and reasons by key."""
+
+Chosen = tuple[dict, dict[str, tuple[str, str]]]
+# From a job and its workdir to the complete config as a dict, and choices and reasons
+# by key.
+Choose = Callable[[Any, str], Chosen]
+
+
+def divided(overrides: Mapping[str, object]) -> tuple[dict, dict]:
+    """Divides overrides by whether they are about the arrangement of images.
+
+    Returns:
+      Those that are, without the prefix "data.", and all others.
+    """
+    keys = {f"data.{name}": name for name in LAYOUT_KEYS}
+    arranged = {keys[k]: value for k, value in overrides.items() if k in keys}
+    return arranged, {k: value for k, value in overrides.items() if k not in keys}
+
+
+def absolute_place(place: str) -> str:
+    """Returns the absolute path of a file or folder; a name of a data set unchanged."""
+    path = os.path.abspath(os.path.expanduser(place))
+    return path if os.path.exists(path) else place
 
 
 def train(
-    job: Job, workdir: str, callbacks: Iterable[Callback] = ()
+    job: Job, choose: Choose, workdir: str, callbacks: Iterable[Callback] = ()
 ) -> tuple[TrainConfig, dict]:
-    """Trains with settings that the job chooses, or that an earlier start chose.
+    """Trains with settings that `choose` gives, or that an earlier start chose.
 
     Returns:
       The config and the report of the run.
 
     Raises:
-      UserError: the workdir holds another run, or an error of the job or `loop.train`.
+      UserError: the workdir holds another run, or an error of `choose` or `loop.train`.
     """
     path, say, overrides = epath.Path(workdir) / job.file, job.say, job.overrides
     raw, images = _begun(job, workdir)
@@ -90,7 +111,7 @@ def train(
         again = {key: overrides[key] for key in free & overrides.keys()}
         loading.override(TrainConfig, raw, again)
     else:
-        raw, choices = job.choose(workdir)
+        raw, choices = choose(job, workdir)
         width = max(map(len, choices))
         for key, (what, why) in choices.items():
             say(f"{key:<{width}}  {what}" + f" ({why})" * bool(why))

@@ -108,7 +108,7 @@ def from_scratch(**keys: object) -> dict:
 
 
 def optimizer(rate: float, **keys: object) -> dict:
-    """Returns `config.optim` of all methods that start from weights."""
+    """Returns `config.optim` of all methods; `keys` replace its values or add some."""
     return {
         "name": "adamw",
         "learning_rate": rate,

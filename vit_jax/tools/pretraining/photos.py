@@ -105,9 +105,9 @@ def find(
     Image files: if a place has folders of splits, such as PHOTOS/train and PHOTOS/val,
     those with names of validation and test splits are not trained on, and test images
     are not read at all; every other image of the place is trained on. Otherwise all
-    images are. 5 % of the training images, 2 to 500, are held
-    out with a fixed seed as `validation`, or up to 500 of the images in folders of
-    validation splits if there are such folders. Held-out images are never trained on.
+    images are. 5 % of the training images, 2 to 500, are held out with a fixed seed as
+    `validation`, or up to 500 of the images in folders of validation splits if there
+    are such folders. Held-out images are never trained on.
 
     Folders of classes are PHOTOS/CLASS/*.jpg or PHOTOS/train/CLASS/*.jpg, with two
     classes or more, and no images elsewhere in PHOTOS or PHOTOS/train. With them, at
@@ -450,14 +450,8 @@ def _row(file: _File, with_labels: bool) -> dict[str, str]:
 def _labels_of(labels: str, workdir: str) -> tuple[dict, set[str]]:
     """Returns keys of an evaluation on labelled images, and files not to train on."""
     found = layout.find(labels, {}, workdir)
-    if found.config.mask_key or found.config.multi_label:
-        kind = "masks" if found.config.mask_key else "several labels per image"
-        raise UserError(
-            f"labels={labels} has {kind}: k-NN needs one class per image; give such a "
-            "folder or table, or leave it out"
-        )
-    keys = ("name", "data_dir", "image_key", "label_key")
-    labelled = {key: found.data[key] for key in keys if key in found.data}
+    layout.check_one_class(found, f"labels={labels}")
+    labelled = _of_evaluation(found.data)
     labelled |= {"train": found.data["split"], "test": found.validation}
     apart = set()
     for split in filter(None, (found.validation, found.test)):
@@ -465,6 +459,12 @@ def _labels_of(labels: str, workdir: str) -> tuple[dict, set[str]]:
         if isinstance(source, folder.FolderSource):
             apart |= {os.path.realpath(source.describe(i)) for i in range(len(source))}
     return labelled, apart
+
+
+def _of_evaluation(data: Mapping) -> dict:
+    """Returns the keys of `config.data` that an evaluation has, too."""
+    keys = ("name", "data_dir", "image_key", "label_key")
+    return {key: data[key] for key in keys if key in data}
 
 
 def _is_of_shards(path: pathlib.Path) -> bool:
@@ -559,8 +559,7 @@ def _of_records(
         count = total - held
     labelled = None
     if own:
-        keys = ("name", "data_dir", "image_key", "label_key")
-        labelled = {key: data[key] for key in keys if key in data}
+        labelled = _of_evaluation(data)
         learnt = "+".join(part for part, _, _ in parts) if parts else train
         labelled |= {"train": learnt, "test": test}
     elif labels and labels != NO_LABELS:

@@ -1,5 +1,6 @@
 """Pretrains a network on a user's images without labels, with chosen settings."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -21,8 +22,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.feature_table import Extractor
 from vit_jax.evaluators.image_features import of_split
 from vit_jax.tools.finetuning import rule, settings, trial
-from vit_jax.tools.pretraining import photos as own
-from vit_jax.tools.pretraining import scores
+from vit_jax.tools.pretraining import photos, scores
 from vit_jax.tools.pretraining.method import METHODS, Given, Length, Method, suits
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.callbacks import Callback
@@ -100,12 +100,12 @@ def pretrain(
         places, model, method, teachers, variant, labels, lora, minutes, overrides, say
     )
     follow = scores.Follow(say)
-    config, done = settings.train(request, workdir, (follow, *callbacks))
+    config, done = settings.train(request, choose, workdir, (follow, *callbacks))
     found = scores.read(workdir, config)
     result = Result(done, workdir, found, done["examples"], bool(model))
     if not model or jax.process_count() > 1:  # No process has all the parameters.
         return result
-    trained = weights.open_pretrained(workdir, with_task=True)
+    trained = weights.open_pretrained(workdir, with_task=bool(lora))
     return dataclasses.replace(
         result,
         picture=_draw_neighbours(config, model, trained, workdir, say),
@@ -120,7 +120,9 @@ def _draw_neighbours(
     workdir: str,
     say: Callable[[str], None],
 ) -> str:
-    """Draws nearest held-out images by the starting and by the trained weights.
+    """Draws nearest images by the starting and by the trained weights.
+
+    They are the images whose rank of features is measured.
 
     Returns:
       The path of the picture; "" if the starting weights are gone, or if no features
@@ -136,11 +138,11 @@ def _draw_neighbours(
         say(f"no picture of neighbours is drawn: {error}")
         return ""
     how = weights.preprocessing_of(trained)
-    found = []
-    for each in (before, trained):
-        compute = Extractor(each, how).features
-        left_out = lambda name, why: None  # Named by the evaluations.
-        found.append(of_split(source, compute, on_unreadable=left_out))
+    left_out = lambda name, why: None  # The evaluations warn of it.
+    found = [
+        of_split(source, Extractor(each, how).features, on_unreadable=left_out)
+        for each in (before, trained)
+    ]
     numbers = found[0].numbers
     picture = neighbours.neighbours_figure(
         lambda i: how.read(source[int(numbers[i])]["image"]),
@@ -201,17 +203,11 @@ class _Request:
     overrides: Mapping[str, object]
     say: Callable[[str], None]
 
-    file = own.CHOSEN_FILE
+    file = photos.CHOSEN_FILE
 
     @property
     def place(self) -> str:
         return os.pathsep.join(self.places)
-
-    @property
-    def layout_keys(self) -> dict[str, object]:
-        """Overrides of the arrangement of images, without the prefix "data."."""
-        keys = {name: f"data.{name}" for name in settings.LAYOUT_KEYS}
-        return {n: self.overrides[k] for n, k in keys.items() if k in self.overrides}
 
     def command(self, images: str) -> dict:
         """Returns everything that determines the results, as a JSON value."""
@@ -227,17 +223,14 @@ class _Request:
             "config": {key: str(value) for key, value in self.overrides.items()},
         }
 
-    def find(self, workdir: str) -> own.Photos:
+    def find(self, workdir: str) -> photos.Photos:
         """Returns the splits of the images; writes their list, see `photos.find`."""
-        return own.find(self.places, self.layout_keys, workdir, self.labels)
+        arranged, _ = settings.divided(self.overrides)
+        return photos.find(self.places, arranged, workdir, self.labels)
 
     def moved(self, raw: Mapping, workdir: str) -> dict:
         """Returns a stored config that reads the lists in a workdir that was moved."""
-        return own.with_workdir(raw, workdir)
-
-    def choose(self, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
-        """Returns the chosen config and the reasons, see `choose`."""
-        return choose(self, workdir)
+        return photos.with_workdir(raw, workdir)
 
 
 def _request(
@@ -272,12 +265,12 @@ def _request(
     if lora and not model:
         raise UserError(f"lora={lora} adapts weights: give a model")
     return _Request(
-        tuple(map(_absolute, places)),
+        tuple(place and settings.absolute_place(place) for place in places),
         model,
         method,
         tuple(teachers),
         variant,
-        labels if labels in ("", own.NO_LABELS) else _absolute(labels),
+        labels if labels in ("", photos.NO_LABELS) else settings.absolute_place(labels),
         lora,
         minutes,
         dict(overrides or {}),
@@ -285,31 +278,21 @@ def _request(
     )
 
 
-def _absolute(place: str) -> str:
-    """Returns the absolute path of a file or folder; a name of a data set unchanged."""
-    path = os.path.abspath(os.path.expanduser(place))
-    return path if place and os.path.exists(path) else place
-
-
-def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
+def choose(request: _Request, workdir: str) -> settings.Chosen:
     """Chooses the settings of a run.
 
     Returns:
       The complete config as a dict, and the choices and reasons by key.
     """
-    used = request.layout_keys
-    overrides = {
-        key: value
-        for key, value in request.overrides.items()
-        if key.removeprefix("data.") not in used
-    }
+    _, overrides = settings.divided(request.overrides)
     given = _open(request, workdir)
     name, why = suits(given.pretrained, given.teachers)
     if request.method:
         name, why = request.method, "set"
     method: Method = METHODS[name]
     method.check(given)
-    config_of = functools.partial(_config, given, method, request, overrides)
+    evals = _evaluations(given)
+    config_of = functools.partial(_config, given, method, request, overrides, evals)
     wanted = float(np.clip(method.images / given.images.count, 1, MOST_EPOCHS))
     side = _side_of(given, overrides)
     batch = rule.batch_of(given.images, jax.default_backend(), jax.device_count())
@@ -385,16 +368,17 @@ def _evaluated(given: Given) -> int:
 
 def _evaluations(given: Given) -> dict:
     """Returns the section "evals"."""
-    photos, ranked = given.photos, given.photos.validation
+    of = given.photos
+    ranked = of.validation
     if given.validated < RANKED:  # The rank of few features is noise.
-        name = splits.names(photos.data["split"])[0]
-        ranked = f"{name}[:{min(RANKED, len(photos.open(name)))}]"
+        name = splits.names(of.data["split"])[0]
+        ranked = f"{name}[:{min(RANKED, len(of.open(name)))}]"
     evals = {
-        "val": {"kind": "task", "split": photos.validation},
+        "val": {"kind": "task", "split": of.validation},
         "rank": {"kind": "rank", "split": ranked},
     }
-    if photos.labelled:
-        evals["knn"] = {"kind": "knn", **photos.labelled}
+    if of.labelled:
+        evals["knn"] = {"kind": "knn", **of.labelled}
     return evals
 
 
@@ -403,6 +387,7 @@ def _config(
     method: Method,
     request: _Request,
     overrides: Mapping[str, object],
+    evals: Mapping[str, dict],
     length: Length,
     evaluations: int,
     dropped: Callable[[str], None] = lambda line: None,
@@ -436,10 +421,10 @@ def _config(
         "eval_at_start": True,
         "checkpoint_every_steps": interval,
         "checkpoint": {"max_to_keep": 1, "best_metric": best},
-        "evals": _evaluations(given),
+        "evals": copy.deepcopy(evals),
     }
     loading.override(TrainConfig, raw, overrides, dropped)
-    complete(raw)
+    complete(raw)  # Bad values end the command before anything is measured.
     return raw
 
 
