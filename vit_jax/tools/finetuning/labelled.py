@@ -124,8 +124,8 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
-        page, answers = report.write(config, workdir, split, headline)
+    def write_page(self, config, result, score) -> tuple[str, list[str]]:
+        page, answers = report.write(config, result, score)
         worst = [
             f"{each.name} {each.recall:.1%} of {each.images:,}"
             for each in answers.least_recalled(_WORST)

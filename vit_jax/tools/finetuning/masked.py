@@ -143,8 +143,8 @@ class Masks:
             f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
         ]
 
-    def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
-        return mask_report.write(config, workdir, split, headline), []
+    def write_page(self, config, result, score) -> tuple[str, list[str]]:
+        return mask_report.write(config, result, score), []
 
 
 def _classes_of(
