@@ -23,10 +23,9 @@ def matrix(counts: Integer[np.ndarray, "K K"], names: Sequence[str]) -> Matrix:
     errors = wrong.sum(0) + wrong.sum(1)
     kept = np.sort(np.argsort(-errors, kind="stable")[:_MOST])
     kept = kept[order(counts[np.ix_(kept, kept)])]
-    note = "Rows are true classes, columns predictions; the darker, the larger the "
-    note += "fraction of the row."
+    note = ""
     if len(kept) < len(names):
-        note += f" The {len(kept)} of {len(names):,} classes with the most mistakes."
+        note = f"The {len(kept)} of {len(names):,} classes with the most mistakes."
     return Matrix(
         "confusion",
         "",

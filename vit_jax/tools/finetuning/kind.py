@@ -88,7 +88,9 @@ class Result:
     @property
     def is_uneven(self) -> bool:
         """Whether classes have so unequal numbers of images that accuracy misleads."""
-        return self.chosen_by == "balanced_accuracy"
+        counts = [count for count in self.counts.values() if count]
+        uneven = bool(counts) and max(counts) > rule.UNEVEN * min(counts)
+        return uneven or self.chosen_by == "balanced_accuracy"
 
     @property
     def interval(self) -> tuple[float, float] | None:

@@ -121,8 +121,11 @@ class Masks:
 
     def headline(self, result: Result) -> str:
         right = result.scores["pixel_accuracy"]
+        most = result.scores["majority_baseline"]
         line = f"mean IoU {result.score:.2%}, pixel accuracy {right:.2%}"
-        return line + " (without an interval)"
+        return (
+            f"{line} (without an interval; always the most frequent class: {most:.2%})"
+        )
 
     def notes(self, result: Result) -> list[str]:
         """Returns a line about the worst classes."""
