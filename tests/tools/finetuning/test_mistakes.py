@@ -28,7 +28,7 @@ def made(one_each, count=300, classes=4, seed=0):
 def test_the_page_counts_confusions_and_escapes_names():
     logits = np.eye(3, dtype=np.float32)[[0, 1, 1, 1]]
     labels = np.eye(3, dtype=np.int64)[[0, 0, 0, 2]]
-    answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff"), True)
+    answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff $\u9ce5_"), True)
     source = open_source(tiny_config().data, "train")
     counts = {"train": np.array([0, 0, 0, 1, 2, 2])}
     values = report.contents(answers, source, np.arange(4), counts)
@@ -40,7 +40,8 @@ def test_the_page_counts_confusions_and_escapes_names():
     assert "<h3>ant predicted as bee: 2 images</h3>" in page
     # Each image once: two of that pair, another mistake and the right answer.
     assert page.count('<img src="data:image/jpeg') == 2 + 1 + 1
-    assert 'alt="&lt;cat&gt;?; predicted as bee 58%"' in page
+    assert 'alt="&lt;cat&gt;? $\u9ce5_; predicted as bee 58%"' in page
+    assert ">&lt;cat&gt;? $\u9ce5_</text>" in page  # Of the confusion matrix.
     assert "<figcaption>ant 58%; right<br>" in page and "Right answers: 1 of 1" in page
     assert 'scope="row">ant</th><td>3</td><td>3</td><td>33.3%</td>' in page
     assert "<code>a &amp; b</code>" in page and "mislabelled: 0</h2>" in page
@@ -54,8 +55,10 @@ def test_right_answers_take_turns_and_no_image_of_loss_0_has_a_high_loss():
     answers = Answers(logits, labels, ("ant", "bee"), True)
     assert answers.right_answers() == [0, 3, 1, 4, 2]
     source = open_source(tiny_config().data, "train")
-    many = Answers(*(np.repeat(x, 5, axis=0) for x in (logits, labels)), ("a", "b"), True)
-    values = report.contents(many, source, np.arange(25), {})
+    many = Answers(
+        *(np.repeat(x, 5, axis=0) for x in (logits, labels)), ("a", "b"), True
+    )
+    values = report.contents(many, source, np.arange(25) % 20, {})
     assert len(values["right"]) == 12 < values["num_right"] == 25
     captions = {each["caption"] for each in values["losses"]}
     assert captions <= {"loss 0.31; b 73%; right"}
