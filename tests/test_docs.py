@@ -32,6 +32,7 @@ COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run: here, and in tests/test_docs_pretraining.py.
 PAGES = [
     "getting_started",
+    "dense",  # Makes the masks that "finetuning" and "data" read.
     "finetuning",
     "pretrain_on_your_images",
     "predict",
@@ -40,8 +41,7 @@ PAGES = [
     "features",
     "channels",
     "any_size",
-    "dense",
-    "data",  # Reads the masks that the page before makes.
+    "data",
     "labels",
     "studies",
     "gallery",
