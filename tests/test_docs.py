@@ -136,6 +136,7 @@ def run_pages(pages, tmp_path):
     """Runs the commands and programs of some pages, one after another."""
     listed = {entry["line"]: entry for entry in COMMANDS}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "docs").symlink_to(DOCS)
     make_images(tmp_path)
     # In the place of what would be fetched.
     write_weights(
@@ -158,8 +159,10 @@ def run_pages(pages, tmp_path):
             for line in text.splitlines() if language in ("", "bash") else ():
                 entry = listed[line]
                 if not entry.keys() & {"test", "reason"}:
+                    line = line.removeprefix("PYTHONPATH=docs/examples ")
                     jobs.append(shlex.split(f"{line} {entry.get('more', '')}"))
-    warm.run_all(jobs, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}", XLA_FLAGS=xla_flags())
+    paths = f"{ROOT}:{tmp_path}:{DOCS / 'examples'}"
+    warm.run_all(jobs, tmp_path, PYTHONPATH=paths, XLA_FLAGS=xla_flags())
 
 
 @pytest.mark.slow
