@@ -1,6 +1,7 @@
 """Draws 250 images of 13 bands into bands: band 7 tells two classes apart."""
 
 import pathlib
+
 import numpy as np
 
 rng = np.random.default_rng(0)

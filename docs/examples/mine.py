@@ -1,6 +1,7 @@
 """A data set of arrays, drawn at random."""
 
 import numpy as np
+
 from vit_jax.data.sources.arrays import open_arrays
 
 
