@@ -33,9 +33,15 @@ import statistics
 import subprocess
 import sys
 
+import jax
 import numpy as np
+from PIL import Image
 
+import vit_jax
 from benchmarks import smoke
+from vit_jax.data.preprocess import Preprocess
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Pretrained
 
 PARTS = ("adapt", "few", "student")
 STUDENT = {
@@ -68,14 +74,32 @@ def main():
     add("--few", type=int, default=5)
     add("--minutes", type=float, default=5.0)
     add("--trial", type=int, nargs=2, default=TRIAL)
-    words = "--only=adapt;few;student --seeds=0 --steps=2 --side=32 --minutes=0.001"
-    flags = smoke.parse(parser, words + " --trial 1 2 --out={folder}")
+    made = (
+        "--photos={folder}/photos --model={folder}/made.safetensors --out={folder}/out"
+    )
+    words = f"--only=adapt --seeds=0 --steps=2 --side=32 {made}"
+    flags = smoke.parse(parser, words)
     if flags.smoke:
-        smoke.shrink()
+        make_input(flags)
+    flags.out.mkdir(parents=True, exist_ok=True)
     for part in flags.only.split(";"):
         for seed in flags.seeds.split(","):
             {"adapt": adapt, "few": few, "student": student}[part](flags, int(seed))
     print(tables(flags.out))
+
+
+def make_input(flags):
+    """Writes noise as photographs of two classes, and weights of a small network."""
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        split = "val" if i < 20 else "train"
+        path = flags.photos / split / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+    model = vit_jax.create_model("Ti/16", num_classes=2, image_size=32, depth=1)
+    params = jax.device_get(model.init(jax.random.key(0)))
+    made = Pretrained(params, model.options, "vit_jax", "made", Preprocess((32, 32)))
+    export.export(made, "safetensors", pathlib.Path(flags.model))
 
 
 def adapt(flags, seed):
