@@ -124,7 +124,7 @@ class Checkpoints:
       shares: fraction of time that is useful work, one value per simulated run, by
         interval between checkpoints in steps.
       young: Young's interval, in steps.
-      configured: interval in the config, in steps; 0 if unset.
+      stated: interval in the config, in steps; 0 if unset.
     """
 
     place: str
@@ -133,7 +133,7 @@ class Checkpoints:
     job: Job
     shares: dict[int, np.ndarray]
     young: int
-    configured: int
+    stated: int
 
     @property
     def best(self) -> int:
@@ -374,7 +374,7 @@ def _checkpoints(plan, checkpoints):
     for every, shares in checkpoints.shares.items():
         low, high = np.quantile(shares, (0.05, 0.95))
         notes = ["Young's"] * (every == checkpoints.young)
-        notes += ["the config's"] * (every == checkpoints.configured)
+        notes += ["the config's"] * (every == checkpoints.stated)
         yield (
             f"  {every:>10,} {every * plan.step_seconds:>9,.0f} {shares.mean():>8.2%} "
             f"{low:>8.2%} {high:>8.2%}  {', '.join(notes)}"
