@@ -306,7 +306,7 @@ def test_every_recipe_is_compared_with_its_original_by_subject():
     text = (DOCS / "fidelity.md").read_text().partition("\n## ")[0]
     alone = text.partition(" have no original.")[0].rpartition("\n\n")[2]
     seen = set(re.findall(r"`(\w+)\.py`", alone))
-    for name, _, differs in fidelity("Recipes"):
+    for name, differs, _ in fidelity("Recipes"):
         stem, _, arg = name.strip("`").partition(":")
         stem = stem.removesuffix(".py")
         importlib.import_module(f"configs.{stem}").get_config(arg)
@@ -324,7 +324,7 @@ def test_every_recipe_is_compared_with_its_original_by_subject():
     "heading", ["Recipes", "Evaluation, transforms and optimisers"]
 )
 def test_comparisons_name_their_original_and_what_differs(heading):
-    for name, original, state in fidelity(heading):
+    for name, state, original in fidelity(heading):
         links = re.findall(r"\]\((https://github\.com/[^)]*)\)", original)
         for link in links:
             assert re.match(
