@@ -393,6 +393,8 @@ def programs():
     """Yields the name and text of each program that users are shown."""
     for path in sorted(ROOT.glob("notebooks/*.py")):
         yield path.name, path.read_text()
+    for name in ("listed.py", "mine.py", "noise.py"):  # Others extend other modules.
+        yield name, (DOCS / "examples" / name).read_text()
     for path in (ROOT / "README.md", *SITE):
         text = path.read_text()
         found = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
