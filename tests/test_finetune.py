@@ -281,7 +281,9 @@ def test_a_start_that_failed_leaves_its_workdir_to_another_command(
 ):
     keys = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
     keys |= {"total_steps": 1, "model.num_register_tokens": 2}
-    with pytest.raises(UserError, match=r"register_tokens is missing; .*allow_mismatch"):
+    with pytest.raises(
+        UserError, match=r"register_tokens is missing; .*allow_mismatch"
+    ):
         vit_jax.finetune(place / "photos", tmp_path, **keys)
     keys |= {"seed": 3, "init.allow_mismatch": ("register_tokens",)}
     configs = []

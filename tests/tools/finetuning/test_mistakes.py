@@ -31,7 +31,7 @@ def test_the_page_counts_confusions_and_escapes_names():
     answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff $\u9ce5_"), True)
     source = open_source(tiny_config().data, "train")
     counts = {"train": np.array([0, 0, 0, 1, 2, 2])}
-    values = report.contents(answers, source, np.arange(4), counts)
+    values = report.contents(answers, source, np.arange(4), counts, "val")
     settings = Table("Settings", ("key", "value"), (("seed", "<1>"),))
     common = Common("<A>", "Score.", [], [("images", "a/b")], [], settings, "again", [])
     values |= {"num_twins": None, "dedup_command": "a & b", "doubts": []}
@@ -44,6 +44,7 @@ def test_the_page_counts_confusions_and_escapes_names():
     assert ">&lt;cat&gt;? $\u9ce5_</text>" in page  # Of the confusion matrix.
     assert "<figcaption>ant 58%; right<br>" in page and "Right answers: 1 of 1" in page
     assert 'scope="row">ant</th><td>3</td><td>3</td><td>33.3%</td>' in page
+    assert "The columns train, val have" in page
     assert "<code>a &amp; b</code>" in page and "mislabelled: 0</h2>" in page
     assert "<title>&lt;A&gt;</title>" in page and "<cat>" not in page
 
@@ -58,7 +59,7 @@ def test_right_answers_take_turns_and_no_image_of_loss_0_has_a_high_loss():
     many = Answers(
         *(np.repeat(x, 5, axis=0) for x in (logits, labels)), ("a", "b"), True
     )
-    values = report.contents(many, source, np.arange(25) % 20, {})
+    values = report.contents(many, source, np.arange(25) % 20, {}, "test")
     assert len(values["right"]) == 12 < values["num_right"] == 25
     captions = {each["caption"] for each in values["losses"]}
     assert captions <= {"loss 0.31; b 73%; right"}

@@ -86,10 +86,10 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers
         doubts = _doubts(seen_in_training, train, names)
     what = f"{len(names):,} {'classes' if one_each else 'tags'}"
     common = page.common(config, result, score, what, _curves(result))
-    values = contents(answers, source, seen.records, counts)
+    values = contents(answers, source, seen.records, counts, result.split)
     num_twins, dedup_command = _twins(config)
     values |= {"num_twins": num_twins, "dedup_command": dedup_command}
-    values |= {"doubts": doubts, "split": result.split}
+    values |= {"doubts": doubts}
     return page.write(_TEMPLATE, common, result.workdir, **values), answers
 
 
@@ -116,6 +116,7 @@ def contents(
     source: Source,
     records: Integer[np.ndarray, " N"],
     counts: Mapping[str, Sequence],
+    split: str,
 ) -> dict:
     """Returns the variables of the page that describe scores and single images.
 
@@ -126,6 +127,7 @@ def contents(
       source: data set of the images.
       records: record number of each image.
       counts: labels of other splits, as in `Source.known_labels`, by name.
+      split: name of the split that is scored.
     """
     shown: set[int] = set()
 
@@ -164,7 +166,7 @@ def contents(
     head = "probability", "accuracy", what
     confused = answers.confusion()
     return {
-        "classes": _classes(answers, counts),
+        "classes": _classes(answers, counts, split),
         "confusion": confused is not None
         and page.draw(confusion.matrix(confused, names)),
         "confusions": confusions,
@@ -183,10 +185,12 @@ def contents(
     }
 
 
-def _classes(answers: Answers, counts: Mapping[str, Sequence]) -> list[Table]:
+def _classes(
+    answers: Answers, counts: Mapping[str, Sequence], split: str
+) -> list[Table]:
     """Returns scores and numbers of images of the classes, the worst classes first.
 
-    `counts` has labels by name of a split, see `contents`. Of many classes, a second
+    For the arguments see `contents`. Of many classes, a second
     table has the better ones.
     """
     numbers = [
@@ -195,7 +199,7 @@ def _classes(answers: Answers, counts: Mapping[str, Sequence]) -> list[Table]:
     ]
     columns = zip(answers.by_class(), *numbers, strict=True)
     scores = sorted(columns, key=lambda one: (one[0].f1, one[0].name))
-    head = "class", *counts, "scored", "recall", "precision", "F1", "AP"
+    head = "class", *counts, split, "recall", "precision", "F1", "AP"
     rows = tuple(
         (name, *of_splits, f"{images:,}", *map(page.percent, rest))
         for (name, images, *rest), *of_splits in scores
