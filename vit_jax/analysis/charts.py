@@ -41,7 +41,6 @@ _LONGEST = 56  # Maximum number of characters in a legend entry.
 # Most classes of a confusion matrix with names, and with counts in the cells.
 _NAMED_CLASSES, _COUNTED_CLASSES = 100, 20
 _LONGEST_CLASS = 22  # Maximum number of characters in the name of a class.
-_LONGEST_COUNT = 9_999  # Larger counts are shown in percent.
 
 PAPER, INK, GRID = "#ffffff", "#1b1b1b", "#d0d0d0"
 
@@ -418,8 +417,8 @@ def _figure_size(picture: Chart | Matrix) -> tuple[float, float]:
         named = len(picture.classes) <= _NAMED_CLASSES
         labels = longest * named * letter / 72 * 0.62
         side = len(picture.classes) * cell
-        title = 0.3 * bool(picture.title)
-        return labels + max(side, 2.8) + 0.5, labels + side + 0.8 + title
+        height = labels + side + (1.1 if picture.title else 0.8)
+        return labels + max(side, 2.8) + 0.5, height
     rows = -(-len(picture.series) // _legend_columns(picture))
     return WIDTH, _HEIGHT + _LEGEND_LINE * rows
 
@@ -512,7 +511,7 @@ def _matrix_sizes(matrix: Matrix) -> tuple[float, float]:
     """Returns the side of a cell in inches, and the size of letters in points."""
     count = len(matrix.classes)
     if count > _NAMED_CLASSES:
-        return max(0.01, 9 / count), 9
+        return 9 / count, 9
     if count > 40:
         return 0.14, 8.5
     return (0.23, 9) if count > _COUNTED_CLASSES else (0.42, 10)
@@ -527,27 +526,25 @@ def _draw_matrix(figure: "Figure", matrix: Matrix) -> None:
     # Rows of classes without examples stay blank.
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     rows, columns = np.nonzero(counts)
-    # The colour is transparent, so that the figure suits light and dark pages. Rare
-    # mistakes must be visible too.
+    # Transparent, for light and dark pages; rare mistakes must be visible too.
     opacity = 0.15 + 0.85 * shares[rows, columns]
-    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
-    cells = np.stack([columns, rows], 1)[:, None] + corners
+    square = np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) - 0.5
+    cells = np.stack([columns, rows], 1)[:, None] + square
     colours = [(*to_rgb(COLOURS[0]), alpha) for alpha in opacity]
     axes.add_collection(PolyCollection(cells, facecolors=colours, linewidths=0))
-    last, letter = len(matrix.classes) - 0.5, _matrix_sizes(matrix)[1]
+    count, letter = len(matrix.classes), _matrix_sizes(matrix)[1]
+    last = count - 0.5
     axes.set(xlim=(-0.5, last), ylim=(last, -0.5), aspect="equal")
     axes.tick_params(length=0)
-    if len(matrix.classes) <= _NAMED_CLASSES:
+    if count <= _NAMED_CLASSES:
         names = [_short(name, _LONGEST_CLASS) for name in matrix.classes]
-        places = range(len(names))
         how = {"fontsize": letter, "parse_math": False}  # "$" is a letter of a name.
-        axes.set_xticks(places, names, rotation=90, **how)
-        axes.set_yticks(places, names, **how)
-        edges = np.arange(-0.5, last + 1)
-        axes.hlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
-        axes.vlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
-    if len(matrix.classes) <= _COUNTED_CLASSES:
-        as_counts = counts.max(initial=0) <= _LONGEST_COUNT
+        axes.set_xticks(range(count), names, rotation=90, **how)
+        axes.set_yticks(range(count), names, **how)
+        for lines in (axes.hlines, axes.vlines):
+            lines(np.arange(count + 1) - 0.5, -0.5, last, colors=GRID, linewidths=0.4)
+    if count <= _COUNTED_CLASSES:
+        as_counts = counts.max(initial=0) < 10_000  # They fit into the cells.
         for i, j, alpha in zip(rows, columns, opacity, strict=True):
             text = f"{counts[i, j]:.0f}" if as_counts else f"{100 * shares[i, j]:.0f}%"
             ink = PAPER if alpha > 0.55 else INK

@@ -18,6 +18,7 @@ NEIGHBOURS = 10
 # A label is doubtful if at most the first fraction of its nearest neighbours has it,
 # and at least the second fraction has another label in common.
 _SAME, _OTHER = 0.1, 0.7
+_MAX_CLASSES = 2_000  # A confusion matrix with more would be gigabytes.
 
 
 class ClassScores(NamedTuple):
@@ -144,9 +145,9 @@ class Answers:
     def confusion(self) -> Integer[np.ndarray, "K K"] | None:
         """Returns the number of images by true (row) and predicted class, (K, K).
 
-        None for several labels.
+        None for several labels, or for more than 2,000 classes.
         """
-        if not self.one_each:
+        if not self.one_each or len(self.class_names) > _MAX_CLASSES:
             return None
         from sklearn import metrics
 

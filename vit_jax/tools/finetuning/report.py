@@ -120,8 +120,6 @@ def contents(
 ) -> dict:
     """Returns the variables of the page that describe scores and single images.
 
-    No image is shown twice.
-
     Args:
       answers: outputs for the images that are scored.
       source: data set of the images.
@@ -129,6 +127,31 @@ def contents(
       counts: labels of other splits, as in `Source.known_labels`, by name.
       split: name of the split that is scored.
     """
+    names = answers.class_names
+    bins, error = answers.calibration()
+    what = "answers" if answers.one_each else "labels"
+    binned = [(page.percent(p), page.percent(right), f"{n:,}") for p, right, n in bins]
+    head = "probability", "accuracy", what
+    confused = answers.confusion()
+    matrix = None if confused is None else confusion.matrix(confused, names)
+    return {
+        "classes": _classes(answers, counts, split),
+        "confusion": matrix is not None and page.draw(matrix),
+        **_galleries(answers, source, records),
+        "bins": bins,
+        "what": what,
+        "calibration_error": error,
+        "calibration": Table(
+            "Accuracy by probability", head, tuple(binned), folded=True
+        ),
+        "num_neighbours": mistakes.NEIGHBOURS,
+    }
+
+
+def _galleries(
+    answers: Answers, source: Source, records: Integer[np.ndarray, " N"]
+) -> dict:
+    """Returns the variables of the page with images; no image is shown twice."""
     shown: set[int] = set()
 
     def pictures(
@@ -139,11 +162,8 @@ def contents(
         return [page.picture(source, records[i], caption(i)) for i in new]
 
     names, wrong = answers.class_names, answers.mistakes()
-    # A single image of a pair of classes is among the other mistakes.
-    pairs = [pair for pair in answers.confusions(_PAIRS) if len(pair.images) > 1]
     sure, losses = answers.probabilities.max(1), answers.losses
-    bins, error = answers.calibration()
-    what = "answers" if answers.one_each else "labels"
+    described = functools.partial(_described, answers)
     confusions = [
         {
             "names": (names[pair.true], names[pair.predicted]),
@@ -152,36 +172,19 @@ def contents(
                 pair.images, _OF_PAIR, lambda i: f"{sure[i]:.0%} confident"
             ),
         }
-        for pair in pairs
+        for pair in answers.confusions(_PAIRS)
+        if len(pair.images) > 1  # A single image is among the other mistakes.
     ]
-    described = functools.partial(_described, answers)
-    more = pictures(wrong, 2 * _SHOWN, described)
-    right = pictures(answers.right_answers(), _SHOWN, described)
-    uncertain = pictures(
-        (i for i in answers.highest_losses(len(losses)) if losses[i] >= _LEAST_LOSS),
-        _SHOWN,
-        lambda i: f"loss {losses[i]:.2f}; {described(i)}",
-    )
-    binned = [(page.percent(p), page.percent(right), f"{n:,}") for p, right, n in bins]
-    head = "probability", "accuracy", what
-    confused = answers.confusion()
+    high = [i for i in answers.highest_losses(len(losses)) if losses[i] >= _LEAST_LOSS]
     return {
-        "classes": _classes(answers, counts, split),
-        "confusion": confused is not None
-        and page.draw(confusion.matrix(confused, names)),
         "confusions": confusions,
         "num_mistakes": len(wrong),
-        "mistakes": more,
-        "losses": uncertain,
-        "right": right,
+        "mistakes": pictures(wrong, 2 * _SHOWN, described),
         "num_right": len(losses) - len(wrong),
-        "bins": bins,
-        "what": what,
-        "calibration_error": error,
-        "calibration": Table(
-            "Accuracy by probability", head, tuple(binned), folded=True
+        "right": pictures(answers.right_answers(), _SHOWN, described),
+        "losses": pictures(
+            high, _SHOWN, lambda i: f"loss {losses[i]:.2f}; {described(i)}"
         ),
-        "num_neighbours": mistakes.NEIGHBOURS,
     }
 
 
