@@ -49,6 +49,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         aspect=flags.aspect,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
         folds=flags.folds,
+        calibrate=flags.calibrate,
         overrides=flags.overrides,
         say=print_line,
     )
@@ -100,6 +101,12 @@ def parser() -> cli.Parser:
         help="images that stay together in splits and folds, such as photographs of one "
         r"patient: a column of the table, or a rule on file names, '(.*)_\d+', whose "
         "parentheses hold the group",
+    )
+    add(
+        "--calibrate",
+        action="store_true",
+        help="fit the probabilities to the validation images, and sets of classes for "
+        "predict --coverage",
     )
     add(
         "--find_rate",

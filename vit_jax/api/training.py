@@ -42,6 +42,7 @@ class _Arguments(WeightsArguments):
     aspect: str = key("crop", "How images that are not square are handled.")
     minutes: float = key(0.0, "Time limit in minutes.", below=2**31)
     folds: int = key(0, "Number of folds of the cross-validation.")
+    calibrate: bool = key(False, "Whether to calibrate the probabilities.")
     method: str = key("", "Method of pretraining.")
     variant: str = key("", "Network without weights.")
     labels: str = key("", "Folder of labelled images.")
@@ -128,6 +129,7 @@ def finetune(
     aspect: str = finetuning.ASPECTS[0],
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
     folds: int = 0,
+    calibrate: bool = False,
     callbacks: Iterable[Callback] = (),
     tell: Callable[[str], None] = print,
     **overrides,
@@ -159,6 +161,8 @@ def finetune(
       folds: number of runs, each with another part of the images held out for
         validation, so that every image of a small set is scored; the first run is the
         model.
+      calibrate: whether to fit the probabilities to the validation images, and sets of
+        classes for `PretrainedModel.predict(coverage=...)`.
       callbacks: objects whose methods are called during training, see `Callback`.
       tell: function that receives lines about the images and the choices.
       **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
@@ -199,6 +203,7 @@ def finetune(
             aspect=aspect,
             minutes=minutes,
             folds=folds,
+            calibrate=calibrate,
             overrides=overrides,
             callbacks=callbacks,
             say=tell,

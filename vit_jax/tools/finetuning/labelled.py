@@ -11,12 +11,14 @@ from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tasks.classification import ClassificationConfig
+from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import report, rule
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.config import TrainConfig
 
+_F1 = "micro_f1@0.5", "macro_f1@0.5"
 _WORST = 3  # Number of classes in the line about the worst.
 
 
@@ -95,12 +97,22 @@ class Labels:
             low, high = result.interval
             wider = f", for the best of {result.looks} evaluations" * (result.looks > 1)
             line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
+        if self.multi_label:
+            line += f", {_f1(result)}"
         if result.chosen_by == "balanced_accuracy":
             line = f"balanced accuracy {result.scores[result.chosen_by]:.2%}, {line}"
         return line
 
     def notes(self, result: Result) -> list[str]:
-        """Returns lines about classes with too few scored images."""
+        """Returns lines about the calibration, and classes with few scored images."""
+        decisions = result.decisions
+        return [
+            *(calibrating.lines(decisions) if decisions else ()),
+            *self._few(result),
+        ]
+
+    def _few(self, result: Result) -> list[str]:
+        """Returns a line about classes with too few scored images, if there are any."""
         if not result.counts:
             few = result.examples < rule.FEW * len(result.report["class_names"])
             return [f"note: fewer than {rule.FEW} images per class were scored"] * few
@@ -125,9 +137,28 @@ class Labels:
         ]
 
     def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
-        page, answers = report.write(config, workdir, split, headline)
+        page, answers, twins = report.write(config, workdir, split, headline)
         worst = [
             f"{each.name} {each.recall:.1%} of {each.images:,}"
             for each in answers.least_recalled(_WORST)
         ]
-        return page, [f"worst:     recall of {', '.join(worst)}"] * bool(worst)
+        lines = [f"worst:     recall of {', '.join(worst)}"] * bool(worst)
+        if twins:
+            lines.append(
+                f"note: {twins:,} validation images show the same picture as a training "
+                "image, so the score is too high: --group=COLUMN, or --group='(.*)_\\d+' "
+                "for file names, keeps photographs of one subject on one side"
+            )
+        return page, lines
+
+
+def _f1(result: Result) -> str:
+    """Returns the F1 scores of images with several labels, for the headline."""
+    decisions = result.decisions
+    if decisions and decisions.thresholds and not result.folds:
+        micro, macro = (
+            decisions.measured[f"{kind}_f1"][1] for kind in ("micro", "macro")
+        )
+        return f"F1 {micro:.2%} (micro) and {macro:.2%} (macro) with its thresholds"
+    micro, macro = (result.scores[name] for name in _F1)
+    return f"F1 {micro:.2%} (micro) and {macro:.2%} (macro) at 0.5"

@@ -50,14 +50,18 @@ _COMPARED = 20_000  # Maximum number of training images to check for doubtful la
 
 def write(
     config: TrainConfig, workdir: str, split: str, headline: str
-) -> tuple[str, Answers]:
-    """Writes the page of a run; returns its path and the outputs that it shows.
+) -> tuple[str, Answers, int | None]:
+    """Writes the page of a run; returns its path, and what a summary needs of it.
 
     Args:
       config: config of the run.
       workdir: workdir of the run, whose best checkpoint is evaluated.
       split: evaluation whose images are shown: "val" or "test".
       headline: score as a sentence, for the title.
+
+    Returns:
+      The path, the outputs that the page shows, and the number of validation images
+      that are near-duplicates of training images, None if unknown.
     """
     pretrained = weights.open_pretrained(workdir)
     data, one_each = config.data, not config.data.multi_label
@@ -91,10 +95,11 @@ def write(
         seen_in_training = _evaluate(forward, data, train, config.batch_size)
         doubts = _doubts(seen_in_training, train, names)
     title = title_of(config, headline)
-    page = render(title, answers, source, seen.records, *_twins(config), doubts)
+    twins, command = _twins(config)
+    page = render(title, answers, source, seen.records, twins, command, doubts)
     path = epath.Path(workdir) / FILE
     replace_text(path, page)
-    return str(path), answers
+    return str(path), answers, twins
 
 
 def num_checked(config: TrainConfig, count: int) -> int:

@@ -14,6 +14,7 @@ from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
+from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
@@ -42,6 +43,7 @@ def finetune(
     aspect: str = ASPECTS[0],
     minutes: float = MINUTES,
     folds: int = 0,
+    calibrate: bool = False,
     overrides: Mapping[str, object] | None = None,
     callbacks: Iterable[Callback] = (),
     say: Callable[[str], None] = print,
@@ -53,7 +55,7 @@ def finetune(
       masks: folder with the masks of the images in a folder, under the same names.
       group: `config.data.group_key`.
       overrides: values by dotted config key, which replace the chosen ones.
-      workdir, model, aspect, minutes, folds, callbacks, say: arguments of
+      workdir, model, aspect, minutes, folds, calibrate, callbacks, say: arguments of
         `vit_jax.finetune`.
 
     Raises:
@@ -64,6 +66,7 @@ def finetune(
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
     minutes /= folds or 1
     request = _request(place, masks, model, overrides, say, minutes, aspect, group)
+    request = dataclasses.replace(request, calibrates=calibrate)
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
@@ -74,12 +77,40 @@ def finetune(
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained])
+    result = _calibrated(result, config, workdir, calibrate, say)
     if jax.process_count() > 1:  # No process has all the parameters.
         return result
     say("collecting mistakes")
     headline = summary(result)[0]
     page, worst = result.kind.write_page(config, workdir, result.split, headline)
     return dataclasses.replace(result, page=page, worst=worst)
+
+
+def _calibrated(
+    result: Result,
+    config: TrainConfig,
+    workdir: str,
+    calibrate: bool,
+    say: Callable[[str], None],
+) -> Result:
+    """Fits the probabilities, if wanted, and thresholds for several labels per image."""
+    kind = result.kind
+    if calibrate:
+        _check_calibrates(kind)
+    elif not (isinstance(kind, Labels) and kind.multi_label):
+        return result
+    say("calibrating" if calibrate else "choosing thresholds")
+    decisions = calibrating.calibrate(workdir, scale=calibrate, config=config)
+    return dataclasses.replace(result, decisions=decisions)
+
+
+def _check_calibrates(kind: Kind) -> None:
+    """Raises UserError if a kind of annotation has no probabilities of classes."""
+    if not isinstance(kind, Labels):
+        raise UserError(
+            f"--calibrate: these images have {kind.annotation}, and only probabilities of "
+            "labels are calibrated: leave it out"
+        )
 
 
 def find_rate(
@@ -117,6 +148,7 @@ class _Request:
     minutes: float
     aspect: str = ASPECTS[0]
     fold: tuple[int, int] = (0, 0)
+    calibrates: bool = False  # Only to refuse it before training.
 
     file = FILE
 
@@ -192,6 +224,8 @@ def _open(request: _Request, workdir: str) -> Given:
     for note in pretrained.notes:
         request.say(f"{masked(request.model)}: {note}")
     kind, keeps = _kind_of(splits.config), request.aspect == "keep"
+    if request.calibrates:
+        _check_calibrates(kind)
     if keeps and splits.config.mask_key:
         raise UserError(
             "aspect='keep' with masks: masks are learnt from crops of one size; leave it "
