@@ -94,6 +94,12 @@ class ReaderConfig:
         "Whether an image has any number of labels instead of exactly one.",
         reason="images with several tags; the command `finetune` sets it",
     )
+    label_separator: str = key(
+        "",
+        "Text between the labels of an image in a column of a table, with "
+        '`data.multi_label`; "" is any of "|", ";" and ",".',
+        reason="names of labels with a comma; the command `finetune` sets it",
+    )
     group_key: str = key(
         "",
         "Groups of images that a split keeps together, such as the photographs of one "

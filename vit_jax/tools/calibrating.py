@@ -5,6 +5,7 @@ import os
 import jax
 
 from vit_jax import weights
+from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
 from vit_jax.evaluators import calibration
 from vit_jax.evaluators.classification import ClassificationConfig
@@ -57,6 +58,7 @@ def calibrate(
             "give a split, such as --calibrate='train[90%:]'"
         )
     split = split or evals[first].split
+    _check_apart(config, split)
     test = evals["test"].split if "test" in evals else ""
     chose = config.checkpoint.best_metric.partition("/")[0]
     pretrained, preprocess = weights.open_weights(
@@ -74,3 +76,20 @@ def calibrate(
     if jax.process_index() == 0:
         stored.write(checkpoint_folders.split_step(workdir)[0], found)
     return found
+
+
+def _check_apart(config: TrainConfig, split: str) -> None:
+    """Raises UserError if images of a split were trained on."""
+    if not split:  # The usual validation split.
+        return
+    trained, apart = (
+        {source.record_id(i) for i in range(len(source))}
+        for source in (
+            open_unchecked(config.data, s) for s in (config.data.split, split)
+        )
+    )
+    if both := len(trained & apart):
+        raise UserError(
+            f"--calibrate={split}: {both:,} of its {len(apart):,} images were trained on, "
+            "so their probabilities are too high: give images that were not"
+        )

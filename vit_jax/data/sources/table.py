@@ -5,14 +5,17 @@ The column `data.image_key` has paths, relative to the table's folder or to
 `data.image_dir`, and `data.label_key` the names or numbers of classes. A column "split"
 has the split of each row, and rows without a split are left out; without that column, a
 single file is one split named "all". With `data.multi_label` a row has any number of
-labels: a list, or names separated by "|", ";" or ",". If `data.label_key` lists several
+labels: a list, also as JSON or Python text, or names separated by
+`data.label_separator`, by default "|", ";" or ",". If `data.label_key` lists several
 columns, separated by ",", each column is a class, with values 1 (the image has the
 class), 0, -1 (uncertain, as in CheXpert) or empty. The column `data.mask_key` has the
 paths of masks, relative to the table's folder. A cell is missing if it is None, NaN or
 blank.
 """
 
+import ast
 import collections
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -583,10 +586,38 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
             f"{row} has {fields.shown(value)} in column {data.label_key!r}, with an "
             "item that is missing: remove that item"
         )
-    if data.multi_label and isinstance(value, str):
-        value = _BETWEEN.split(value)
-    values = value if isinstance(value, list) else [value]
+    values = [value]
+    if data.multi_label or isinstance(value, list):
+        values = parts(value, data.label_separator)
     return list(dict.fromkeys(filter(None, map(text_of, values))))
+
+
+def parts(value: object, separator: str = "") -> list:
+    """Returns the labels in a cell: a list, the text of a list, or names with separators.
+
+    Args:
+      value: content of the cell.
+      separator: `data.label_separator`.
+    """
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, str):
+        return [value]
+    if (found := list_in(value)) is not None:
+        return found
+    return value.split(separator) if separator else _BETWEEN.split(value)
+
+
+def list_in(text: str) -> list | None:
+    """Returns the list of a text such as '["a", "b"]' (JSON) or "['a']" (pandas)."""
+    if not (text.startswith("[") and text.rstrip().endswith("]")):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(text)
+            if isinstance(found, list):
+                return found
+    return None
 
 
 def _eval_splits(

@@ -33,6 +33,7 @@ from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import tags
 from vit_jax.weights.checkpoint_folders import absolute
 
 # Usual names of columns in tables.
@@ -263,10 +264,13 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
     else:
         wanted = table.label_columns(data["label_key"], first.columns)
-        several = data.setdefault("multi_label", _has_several(first, wanted))
+        found, about = tags.recognise(first, wanted)
+        data = found | data
+        several = data.setdefault("multi_label", False)
         if not several and len(wanted) == 1:
             _check_classes(first, *wanted)
-        what = f"labels in {data['label_key']!r}" + " (several per row)" * several
+        what = f"labels in {data['label_key']!r}"
+        what += f" ({about})" * bool(about and data.items() >= found.items())
     # A table of test images often has no labels.
     names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
     sizes = table.split_sizes(str(path))
@@ -302,15 +306,6 @@ def _check_classes(of: table.Table, column: str) -> None:
             "--config.data.label_key, or write ranges as classes, such as '20 to 29'; "
             "numbers are not learnt as such"
         )
-
-
-def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
-    """Returns whether rows have any number of labels instead of one."""
-    if len(labels) > 1:
-        return any(
-            [table.flag(row.get(k)) for k in labels].count(1) != 1 for row in of.rows
-        )
-    return any(_is_several(row.get(labels[0])) for row in of.rows)
 
 
 def set_name(place: str) -> str:
@@ -418,12 +413,15 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
             "class, so that one can be held out for validation"
         )
     names = [VALIDATION[0] if each else TRAIN[0] for each in apart]
-    rows = [_row(source, i, name) for i, name in enumerate(names)]
+    separator = tags.unused_separator(source.class_names)
+    rows = [_row(source, i, name, separator) for i, name in enumerate(names)]
     if layout.test:
         tests = layout.open(layout.test)
-        rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
+        rows += [_row(tests, i, TEST[0], separator) for i in range(len(tests))]
     write_rows(path, rows)
     several = {"multi_label": True} if data.get("multi_label") else {}
+    if several:
+        several["label_separator"] = separator
     data = without_place(data) | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
     return Layout(
@@ -489,7 +487,8 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
     labels = [row["label"] for row in trained]
     if _GROUP in rows[0]:
         several = layout.data.get("multi_label")
-        labels = [label.split("|") for label in labels] if several else labels
+        if several:
+            labels = [table.parts(x, layout.data["label_separator"]) for x in labels]
         names = [row[_GROUP] for row in trained]
         folds = groups.folds(names, labels, count, f"folds={count}")
     else:
@@ -508,7 +507,8 @@ def _check_folds(count: int, filled: int, images: int) -> None:
 
 def without_place(data: Mapping) -> dict:
     """Returns keys of `config.data` without those of the place and of its labels."""
-    dropped = (*PLACE, "name", "split", "label_key", "multi_label", "group_key")
+    dropped = (*PLACE, "name", "split", "label_key", "multi_label")
+    dropped += ("label_separator", "group_key")
     kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
     return {key: data[key] for key in kept}
 
@@ -554,10 +554,12 @@ def columns(
     return keys
 
 
-def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
+def _row(
+    source: folder.FolderSource, i: int, split: str, separator: str
+) -> dict[str, str]:
     label = source.labels_of_paths[i]
     numbers = label if isinstance(label, list) else [label]
-    names = "|".join(source.class_names[number] for number in numbers)
+    names = separator.join(source.class_names[number] for number in numbers)
     path = os.path.abspath(source.describe(i))
     row = {"image": path, "label": names, table.SPLIT: split}
     if source.record_groups is not None:
@@ -571,11 +573,3 @@ def _flag_columns(of: table.Table) -> list[str]:
         name: {table.flag(row.get(name)) for row in of.rows} for name in of.columns
     }
     return [name for name, seen in flags.items() if 1 in seen and None not in seen]
-
-
-def _is_several(value: object) -> bool:
-    """Returns whether a cell is a list of labels, or text separated by "|" or ";"."""
-    # A comma may be part of a class name.
-    return isinstance(value, list) or (
-        isinstance(value, str) and bool({*"|;"} & {*value})
-    )
