@@ -99,7 +99,7 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict) -> str:
-    """Returns one line with accuracies, mean IoUs, or else losses of evaluations.
+    """Returns one line with accuracies, mAP and F1, mean IoUs, or else losses.
 
     Of an evaluation that has none of these, the first metric is shown.
     """
@@ -108,12 +108,17 @@ def scores_line(scores: dict) -> str:
     losses = [
         f"{k[:-5]} {v:.4f}"
         for k, v in flat.items()
-        if k.endswith("/loss") and k[:-5] not in tops
+        if k.endswith("/loss") and k[:-5] not in tops and f"{k[:-4]}map" not in flat
+    ]
+    maps = [
+        f"{k[:-4]} {v:.2%}{_f1(k[:-3], flat)}"
+        for k, v in flat.items()
+        if k.endswith("/map")
     ]
     tops |= {k: v for k, v in flat.items() if is_accuracy(k)}
     tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
     ious = [f"{k[:-5]} {v:.2%}" for k, v in flat.items() if k.endswith("/miou")]
-    parts = {"top-1: ": tops, "mean IoU: ": ious, "loss: ": losses}
+    parts = {"top-1: ": tops, "mAP: ": maps, "mean IoU: ": ious, "loss: ": losses}
     parts[""] = [
         f"{name}/{kind}/{metric} {text(metric, values[metric])}"
         for name, kinds in scores.items()
@@ -124,9 +129,19 @@ def scores_line(scores: dict) -> str:
     return "  ".join(name + ", ".join(part) for name, part in parts.items() if part)
 
 
+def _f1(prefix: str, flat: dict[str, float]) -> str:
+    """Returns the micro and macro F1 at the first threshold, in parentheses."""
+    shown = []
+    for kind in ("micro", "macro"):
+        named = (v for k, v in flat.items() if k.startswith(f"{prefix}{kind}_f1@"))
+        shown += [f"{value:.2%} {kind}" for value in [*named][:1]]
+    return f" (F1 {', '.join(shown)})" if shown else ""
+
+
 def _is_quoted(metric: str) -> bool:
     """Returns whether `scores_line` prefers a metric to the first one."""
-    return metric.split("/")[-1] in ("top1", "loss", "miou") or is_accuracy(metric)
+    last = metric.split("/")[-1]
+    return last in ("top1", "loss", "map", "miou") or is_accuracy(metric)
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:

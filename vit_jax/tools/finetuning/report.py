@@ -40,6 +40,7 @@ from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import surgery
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.network_images import network_input
 
 FILE = "report.html"
@@ -85,7 +86,8 @@ def write(
     labels = (
         np.eye(data.num_classes, dtype=int)[seen.labels] if one_each else seen.labels
     )
-    answers = Answers(seen.logits, labels, names, one_each)
+    decisions = pretrained.calibration or Calibration()
+    answers = Answers(seen.logits, labels, names, one_each, decisions)
     doubts = None
     if one_each:
         train = open_source(data, data.split)
@@ -155,6 +157,10 @@ def render(
     ]
     head = ("class", "images", "recall", "precision", "F1", "AP")
     rows = [(name, f"{n:,}", *map(percent, rest)) for name, n, *rest in scores]
+    if answers.decisions.thresholds:
+        head += ("threshold",)
+        limits = dict(zip(names, answers.decisions.thresholds, strict=True))
+        rows = [(*row, f"{limits[row[0]]:.2f}") for row in rows]
     binned = [(percent(p), percent(right), f"{n:,}") for p, right, n in bins]
     by_probability = ("probability", "accuracy", what), tuple(binned)
     return templates.render(
@@ -172,11 +178,31 @@ def render(
         what=what,
         calibration_error=error,
         calibration=Table("Accuracy by probability", *by_probability),
+        decisions=decided(answers.decisions),
         num_twins=num_twins,
         dedup_command=dedup_command,
         doubts=doubts,
         num_neighbours=mistakes.NEIGHBOURS,
     )
+
+
+def decided(decisions: Calibration) -> Table | None:
+    """Returns the scores before and after the calibration; None if it did not run."""
+    measured = decisions.measured
+    named = {"ece": "calibration error", "micro_f1": "micro F1", "macro_f1": "macro F1"}
+    rows = [
+        (title, *map(percent, measured[name]))
+        for name, title in named.items()
+        if name in measured
+    ]
+    rows += [
+        (f"coverage of sets of {float(level):.0%}", "-", percent(covered))
+        for level, covered in measured.get("coverage", {}).items()
+    ]
+    if not rows:
+        return None
+    title = f"Calibration, on {measured['images']:,} images of {measured['split']}"
+    return Table(title, ("score", "before", "after"), tuple(rows))
 
 
 class _Evaluated(NamedTuple):
