@@ -100,7 +100,7 @@ def test_mixed_images_have_two_classes_above_a_threshold():
     for threshold, target in ((0.0, [1, 1, 0]), (0.5, [1, 0, 0])):
         expected = losses.sigmoid(LOGITS[:1], jnp.array([target], float)).sum()
         assert loss(target_threshold=threshold) == pytest.approx(float(expected))
-    assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels)[0]))
+    assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels).sum()))
 
 
 def test_loss_smoothing_weights_and_threshold_act_together():
