@@ -237,3 +237,21 @@ def parts_of(
         return known[name, count]
 
     return parts
+
+
+def of_files(group_key: str, files: Sequence[tuple], root: object) -> dict[str, str]:
+    """Returns the group of each file by a rule; `files` are (path, label, bytes)."""
+    paths = [path for path, _, _ in files]
+    return dict(zip(paths, of_paths(group_key, paths, root), strict=True))
+
+
+def of_splits(
+    files: Mapping[str, Sequence[tuple]], group_of: Mapping[str, str], group_key: str
+) -> PartsOf:
+    """Returns `parts_of` for the files of splits, (path, label, bytes) each."""
+    records = {}
+    for name, rows in files.items():
+        labels = [label for _, label, _ in rows]
+        known = labels if labels and labels[0] is not None else None
+        records[name] = [group_of[path] for path, _, _ in rows], known
+    return parts_of(records, f"data.group_key={group_key!r}")

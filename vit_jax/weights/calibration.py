@@ -78,7 +78,7 @@ class Calibration:
         with k = ceil((n + 1) coverage) (arXiv:2107.07511, section 1).
 
         Raises:
-          UserError: there are no scores, or too few for the coverage.
+          UserError: scores are missing, or too few for the coverage.
         """
         if not self.scores:
             raise UserError(

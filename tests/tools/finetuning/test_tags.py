@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.data.sources import table
+from vit_jax.data.tags import labels_in
 from vit_jax.tools.finetuning import layout, tags
 
 TAGS = ("white, flower", "flower", "white, tree", "tree, flower", "flower")
@@ -53,7 +54,7 @@ def test_separators(values, separator):
 )
 def test_lists(cell):
     assert recognised([cell, "a"])[0] == {"multi_label": True}
-    assert table.parts(cell)[1] == "b" and len(table.parts(cell)) == 2
+    assert labels_in(cell)[1] == "b" and len(labels_in(cell)) == 2
 
 
 def test_a_table_of_tags_is_read_as_it_was_recognised(tmp_path):

@@ -203,31 +203,15 @@ def open_folder(
             labels = _labels(root, at, train_split, classes, only)
         files[name] = _files(root, at, labels)
         if group_key:
-            group_of |= groups_of(group_key, files[name], root)
+            group_of |= groups.of_files(group_key, files[name], root)
         if name in parts:
             files[name] = _part(root, name, files[name], group_of, group_key)
     sizes = {name: len(rows) for name, rows in files.items()}
-    parts_of = None if group_of is None else grouping(files, group_of, group_key)
+    parts_of = (
+        None if group_of is None else groups.of_splits(files, group_of, group_key)
+    )
     chosen = splits.select(split, sizes, str(root), parts_of)
     return FolderSource.of_splits(str(root), files, classes, chosen, group_of=group_of)
-
-
-def groups_of(group_key: str, files: list[tuple], root: object) -> dict[str, str]:
-    """Returns the group of each file by a rule; `files` are (path, label, bytes)."""
-    paths = [path for path, _, _ in files]
-    return dict(zip(paths, groups.of_paths(group_key, paths, root), strict=True))
-
-
-def grouping(
-    files: Mapping[str, list[tuple]], group_of: Mapping[str, str], group_key: str
-) -> groups.PartsOf:
-    """Returns the function with which `splits.select` keeps groups of files together."""
-    records = {}
-    for name, rows in files.items():
-        labels = [label for _, label, _ in rows]
-        known = labels if labels and labels[0] is not None else None
-        records[name] = [group_of[path] for path, _, _ in rows], known
-    return groups.parts_of(records, f"data.group_key={group_key!r}")
 
 
 def _labels(

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from vit_jax.data import class_names, masks, splits
+from vit_jax.data import class_names, groups, masks, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder
 from vit_jax.data.sources.base import SourceType, warn
@@ -148,11 +148,11 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
         pairs |= {image[0]: mask for image, mask in listed}
         files[name] = [(path, None, size) for (path, size), _ in listed]
         if data.group_key:
-            group_of |= folder.groups_of(data.group_key, files[name], root)
+            group_of |= groups.of_files(data.group_key, files[name], root)
     known = dict.fromkeys(places, 0) | {name: len(rows) for name, rows in files.items()}
     parts_of = None
     if group_of is not None:
-        parts_of = folder.grouping(files, group_of, data.group_key)
+        parts_of = groups.of_splits(files, group_of, data.group_key)
     chosen = splits.select(split, known, str(root), parts_of)
     beside = _Masks(pairs), *folder.files_beside(data)
     source = MaskFolderSource.of_splits(str(root), files, (), chosen, beside, group_of)

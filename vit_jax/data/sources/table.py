@@ -13,9 +13,7 @@ paths of masks, relative to the table's folder. A cell is missing if it is None,
 blank.
 """
 
-import ast
 import collections
-import contextlib
 import csv
 import dataclasses
 import functools
@@ -28,7 +26,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
-from vit_jax.data import groups, splits
+from vit_jax.data import groups, splits, tags
 from vit_jax.data.config import DataConfig
 from vit_jax.data.masks import MaskFiles
 from vit_jax.data.sources.base import (
@@ -43,7 +41,6 @@ from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
 from vit_jax.data.sources.folder import (
     WHOLE,
     FolderSource,
-    grouping,
     in_order,
     visible_folders,
 )
@@ -52,7 +49,6 @@ from vit_jax.errors import NoLabels, UserError
 _EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 SPLIT = "split"  # Column with the split of each row.
-_BETWEEN = re.compile(r"[|;,]")  # Separators of the labels in a row.
 _DELIMITERS = ",;\t"  # In CSV files; spreadsheets also write the last two.
 _PATH, _CLASSES = 300, 20  # Most characters of a path, and most classes, in messages.
 
@@ -128,7 +124,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         group_of = {}
         for name in files:
             group_of |= _groups(data, paths, rows[name])
-        parts_of = grouping(files, group_of, data.group_key)
+        parts_of = groups.of_splits(files, group_of, data.group_key)
     chosen = splits.select(split, sizes, data.data_dir, parts_of)
     beside = ()
     if data.mask_key:
@@ -588,36 +584,8 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
         )
     values = [value]
     if data.multi_label or isinstance(value, list):
-        values = parts(value, data.label_separator)
+        values = tags.labels_in(value, data.label_separator)
     return list(dict.fromkeys(filter(None, map(text_of, values))))
-
-
-def parts(value: object, separator: str = "") -> list:
-    """Returns the labels in a cell: a list, the text of a list, or names with separators.
-
-    Args:
-      value: content of the cell.
-      separator: `data.label_separator`.
-    """
-    if isinstance(value, list):
-        return value
-    if not isinstance(value, str):
-        return [value]
-    if (found := list_in(value)) is not None:
-        return found
-    return value.split(separator) if separator else _BETWEEN.split(value)
-
-
-def list_in(text: str) -> list | None:
-    """Returns the list of a text such as '["a", "b"]' (JSON) or "['a']" (pandas)."""
-    if not (text.startswith("[") and text.rstrip().endswith("]")):
-        return None
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            found = read(text)
-            if isinstance(found, list):
-                return found
-    return None
 
 
 def _eval_splits(

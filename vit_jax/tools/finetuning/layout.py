@@ -32,6 +32,7 @@ from vit_jax.data.sources.arrays import IN_MEMORY
 from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
+from vit_jax.data.tags import labels_in
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import tags
 from vit_jax.weights.checkpoint_folders import absolute
@@ -488,7 +489,7 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
     if _GROUP in rows[0]:
         several = layout.data.get("multi_label")
         if several:
-            labels = [table.parts(x, layout.data["label_separator"]) for x in labels]
+            labels = [labels_in(x, layout.data["label_separator"]) for x in labels]
         names = [row[_GROUP] for row in trained]
         folds = groups.folds(names, labels, count, f"folds={count}")
     else:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from vit_jax.config import fields
 from vit_jax.data.sources import table
+from vit_jax.data.tags import list_in
 
 _SEPARATORS = ("|", ";", ",")
 # A comma may also be part of a class name. It separates labels if this fraction of the
@@ -31,7 +32,7 @@ def recognise(of: table.Table, columns: Sequence[str]) -> tuple[dict, str]:
     cells = [row.get(columns[0]) for row in of.rows]
     texts = {cell for cell in cells if isinstance(cell, str)}
     lists = [cell for cell in cells if isinstance(cell, list)]
-    lists += [cell for cell in texts if table.list_in(cell) is not None]
+    lists += [cell for cell in texts if list_in(cell) is not None]
     if lists:
         return {
             "multi_label": True
