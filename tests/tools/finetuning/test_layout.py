@@ -1,6 +1,7 @@
 """How images lie: every layout that is found, and the part that is set aside."""
 
 import csv
+import json
 import shutil
 
 import image_folder
@@ -444,3 +445,33 @@ def test_groups_on_the_hub_are_a_column(tmp_path, monkeypatch):
     assert sizes(found) == [32, 8] and patients[0].isdisjoint(patients[1])
     with pytest.raises(UserError, match="data.group_key='site'"):
         sizes(find("someone/photos", tmp_path, group_key="site"))
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        [["tree", "lake"], ["lake"], ["tree"], []],
+        ["tree, lake", "lake", "tree", "lake"],
+        [[1, 0], [0], [1], []],
+    ],
+)
+def test_several_labels_on_the_hub(tmp_path, monkeypatch, tags):
+    image = {"bytes": b"", "path": ""}
+    rows = [{"image": image, "tags": tags[i % 4], "site": i // 2} for i in range(40)]
+    written = pa.Table.from_pylist(rows)
+    names = {"feature": {"names": ["lake", "tree"], "_type": "ClassLabel"}}
+    about = {"info": {"features": {"tags": names}}}
+    written = written.replace_schema_metadata({"huggingface": json.dumps(about)})
+    pq.write_table(written, tmp_path / "train-00000-of-00001.parquet")
+    monkeypatch.setattr(parquet, "download", lambda name: str(tmp_path))
+    found = find("someone/photos", tmp_path, group_key="site")
+    assert found.data["multi_label"] and "several labels" in found.description
+    train, apart = found.open(found.data["split"]), found.open(found.validation)
+    assert train.class_names == apart.class_names == ("lake", "tree")
+    several = {
+        source.record_id(i): source[i]["label"]
+        for source in (train, apart)
+        for i in range(len(source))
+    }
+    assert [sorted(several[f"train/{i}"]) for i in range(3)] == [[0, 1], [0], [1]]
+    assert train.entries().labels is not None

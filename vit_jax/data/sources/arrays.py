@@ -238,12 +238,13 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 def small_in_memory(source, data: DataConfig):
     """Decodes a small set such as CIFAR into memory, so that batches are gathered.
 
-    `source` is returned unchanged if the set is too large, has captions or masks, has
-    images of different sizes, or has a damaged image, which is left to `data.on_error`.
+    `source` is returned unchanged if the set is too large, has captions, masks or
+    several labels per image, has images of different sizes, or has a damaged image, which is left to `data.on_error`.
     """
     form = bands.PixelFormat.of(data)
     # For other images, bands would be chosen and values scaled a second time.
-    if data.caption_key or data.mask_key or not form.is_photograph:
+    several = data.has_labels and data.multi_label
+    if several or data.caption_key or data.mask_key or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape

@@ -329,8 +329,10 @@ def set_name(place: str) -> str:
 
 def hub_columns(
     name: str, given: Mapping, *, labelled: bool = True
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the splits of a data set of the hub, and `image_key` and `label_key`.
+) -> tuple[list[str], dict[str, object]]:
+    """Returns the splits of a data set of the hub, and keys about its columns.
+
+    These are `image_key`, `label_key` and, for several labels per image, `multi_label`.
 
     Args:
       name: `data.name`.
@@ -341,9 +343,13 @@ def hub_columns(
       UserError: the set cannot be downloaded, or its columns have unusual names.
     """
     files = parquet.files_of_splits(parquet.download(name), name)
-    first = files[first_of(TRAIN, files) or next(iter(files))][0]
-    known = parquet.column_names(first)
-    return list(files), columns(known, name, given, labelled=labelled)
+    first = files[first_of(TRAIN, files) or next(iter(files))]
+    known = parquet.column_names(first[0])
+    keys: dict = columns(known, name, given, labelled=labelled)
+    if labelled and keys["label_key"] in known:
+        found, _ = tags.of_cells(parquet.label_cells(first, keys["label_key"]))
+        keys |= found if found["multi_label"] else {}
+    return list(files), keys
 
 
 def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
@@ -368,6 +374,8 @@ def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
         raise UserError(f"{place} has the splits {listed}, but no training split")
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
+    if data.get("multi_label"):
+        description += f", and several labels per image in {data['label_key']!r}"
     data = {"name": name, **data, "split": train}
     if not workdir:
         return Layout(data, validation, test, description)

@@ -29,7 +29,11 @@ def recognise(of: table.Table, columns: Sequence[str]) -> tuple[dict, str]:
         if all(row.count(1) == 1 for row in flags):
             return {"multi_label": False}, ""
         return {"multi_label": True}, "several per row"
-    cells = [row.get(columns[0]) for row in of.rows]
+    return of_cells([row.get(columns[0]) for row in of.rows])
+
+
+def of_cells(cells: Sequence) -> tuple[dict, str]:
+    """Returns how the labels in the cells of a column are read, see `recognise`."""
     texts = {cell for cell in cells if isinstance(cell, str)}
     lists = [cell for cell in cells if isinstance(cell, list)]
     lists += [cell for cell in texts if list_in(cell) is not None]
