@@ -146,8 +146,8 @@ class Labels:
         if twins:
             lines.append(
                 f"note: {twins:,} validation images show the same picture as a training "
-                "image, so the score is too high: --group=COLUMN, or --group='(.*)_\\d+' "
-                "for file names, keeps photographs of one subject on one side"
+                "image: --group=COLUMN, or --group='(.*)_\\d+' for file names, keeps "
+                "photographs of one subject on one side"
             )
         return page, lines
 
