@@ -34,10 +34,15 @@ def run(tmp_path_factory):
     how = Preprocess(image_size=(16, 16), crop_fraction=1.0)
     sizes = {"variant": "Ti/8", "num_classes": 5, "image_size": (16, 16)}
     write_weights(root / "weights.safetensors", "abcde", how, **sizes)
-    vit_jax.finetune(
+    finetune(root, "animal")
+    return root / "run"
+
+
+def finetune(root, group):
+    return vit_jax.finetune(
         root / "photos.csv",
         root / "run",
-        group="animal",
+        group=group,
         calibrate=True,
         model=root / "weights.safetensors",
         minutes=0,
@@ -45,7 +50,6 @@ def run(tmp_path_factory):
         total_steps=30,
         **{"task.loss": "focal"},
     )
-    return root / "run"
 
 
 @pytest.mark.slow
@@ -55,6 +59,8 @@ def test_tags_get_thresholds_and_sets_that_predict_and_export_apply(run, capsys)
     images = decisions["fitted"]["images"]
     assert decisions["fitted"]["split"] == "val" and images == 18
     assert decisions["measured"]["split"] == "val, in 5 parts"
+    with pytest.raises(UserError, match="another command.*group_key"):
+        finetune(run.parent, r"(\d)")
     model = vit_jax.load_model(run, tell=lambda line: None)
     photo = str(run.parent / "0.png")
     logits = model(photo)[0]

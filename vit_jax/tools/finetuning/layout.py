@@ -21,6 +21,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from etils import epath
 
 from vit_jax.command_line.files import replace_text
@@ -271,7 +272,8 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         if not several and len(wanted) == 1:
             _check_classes(first, *wanted)
         what = f"labels in {data['label_key']!r}"
-        what += f" ({about})" * bool(about and data.items() >= found.items())
+        if about and not found.keys() & given.keys():
+            what += f" ({about})"
     # A table of test images often has no labels.
     names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
     sizes = table.split_sizes(str(path))
@@ -408,9 +410,8 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
         apart = held_out([str(label) for label in labels])
     else:
         apart = groups.held_out(source.record_groups, labels, key)
-        known, held = len({*source.record_groups}), source.record_groups
-        held = len({group for group, each in zip(held, apart, strict=True) if each})
-        of_groups = f"{held:,} of {known:,} groups"
+        known = np.array(source.record_groups)
+        of_groups = f"{len({*known[apart]}):,} of {len({*known}):,} groups"
     if of_groups and not apart.any():
         raise UserError(
             f"{key}: each class is in one group only, so that none can be held out for "
