@@ -39,7 +39,9 @@ def result(tmp_path):
 
 def write(result, **values):
     """Returns the page of a run, with nothing of its kind."""
-    config = tiny_config(init="https://me:secret@host/x.npz", batch_size=7, optim="sgd")
+    optim = {"name": "sgd", "learning_rate": 0.1}
+    address = "https://me:secret@host/x.npz"
+    config = tiny_config(init=address, batch_size=7, optim=optim)
     accuracy = {"top1": "accuracy"}
     common = page.common(config, result, "accuracy 75%", "2 classes", accuracy)
     path = page.write("finetuning/frame.html", common, result.workdir, **values)
