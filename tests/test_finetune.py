@@ -64,7 +64,7 @@ def chosen(monkeypatch):
 
 def test_a_folder_becomes_a_model(place, capsys):
     run = place / "run"
-    assert command(place, f"--workdir={run}", "--minutes=1") == 0
+    assert command(place, f"--workdir={run}", "--minutes=1", "--calibrate") == 0
     out = capsys.readouterr().out
     assert "measuring the speed with 12 steps of 16 images" in out
     for line in (
@@ -102,6 +102,21 @@ def test_a_folder_becomes_a_model(place, capsys):
         picture = Image.open(io.BytesIO(base64.b64decode(data)))
         assert picture.size == (106, 74)  # Twice those of the file.
     assert 'scope="row">ant</th><td>9</td><td>2</td>' in page
+    # The probabilities are calibrated, and four images are too few for most sets.
+    decisions = json.loads((run / "calibration.json").read_text())
+    assert (
+        f"calibration: temperature {decisions['temperature']:.3g}, from 4 images" in out
+    )
+    assert decisions["fitted"]["chose_checkpoint"] and len(decisions["scores"]) == 4
+    photo = place / "photos/val/ant/0.png"
+    logits = model(photo)[0] / decisions["temperature"]
+    best = model.predict(photo, topk=1)[0]
+    assert best.probability == pytest.approx(
+        np.exp(logits.max()) / np.exp(logits).sum(), rel=1e-4
+    )
+    assert 1 <= len(model.predict(photo, coverage=0.8)) <= 3
+    with pytest.raises(UserError, match="coverage=0.9: 4 images were calibrated on"):
+        model.predict(photo, coverage=0.9)
     # Another command is refused.
     with pytest.raises(UserError, match="another command.*--minutes"):
         command(place, f"--workdir={run}", "--minutes=2")
@@ -194,6 +209,37 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
         command(place, *words, "--config.seed=2")
     with pytest.raises(UserError, match="folds=2: there is a validation split"):
         command(place, f"--workdir={tmp_path / 'two'}", "--folds=2", *words[1:])
+
+
+def test_groups_are_given_as_a_rule_a_column_or_values(place, tmp_path, chosen):
+    words = ["--minutes=0", f"--workdir={tmp_path / 'a'}", r"--group=([a-z]+|\d)"]
+    config = chosen(place, *words, photos="photos/train")
+    rows = list(csv.DictReader((tmp_path / "a" / "split.csv").read_text().splitlines()))
+    sides = {(row["group"], row["split"]) for row in rows}
+    assert len(sides) == len({group for group, _ in sides}) > 5
+    assert config.data.group_key == ""  # The list says it.
+    record = json.loads((tmp_path / "a" / "finetune.json").read_text())
+    assert record["data"]["data_dir"] == str(tmp_path / "a" / "split.csv")
+    images = np.zeros((40, 8, 8), np.uint8)
+    arrays = images, np.arange(40) % 2
+    given = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
+    for group, problem in (
+        ("site", "group='site': photos are arrays"),
+        (["a"] * 39, "group has 39 values: give one for each of the 40"),
+        (["a"] * 40, "all 40 images are in one group, 'a'"),
+        ([f"{i % 9}" for i in range(40)], "far enough"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            vit_jax.finetune(arrays, tmp_path / "b", group=group, **given)
+    record = json.loads((tmp_path / "b" / "finetune.json").read_text())
+    assert record["evals"]["val"] == "grouped_splits(train, 5)[4]"
+    for words, problem in (
+        (["--group=site"], "data.group_key='site': .* has no columns"),
+        (["--group=(x)"], r"data.group_key='\(x\)' gives none of the 19 images"),
+        (["--group=(.*)", "--folds=30"], "folds=30: 9 groups cannot be divided"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            command(place, f"--workdir={tmp_path}/c", *words, photos="photos/train")
 
 
 @pytest.mark.slow

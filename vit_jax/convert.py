@@ -117,6 +117,11 @@ def open_weights(flags: argparse.Namespace):
             for name, what in _TASK_PARTS.items()
             if name in pretrained.task_params
         )
+    writer = registry.WRITERS[flags.to]
+    if pretrained.calibration and not (writer.program or writer.any_network):
+        scale = f"divide its logits by {pretrained.calibration.temperature:.3g}"
+        note = f"calibration: left out, --to={flags.to} has no place for it; {scale}"
+        notes = (*notes, note)
     if (
         not pretrained.preprocess
         and not {"mean", "std", "crop_fraction"} <= given.keys()

@@ -7,6 +7,10 @@ override parts of it. With --layers, evaluations of features are repeated for th
 layers, counted from 0, and --out has a figure of them (layers.png; extra `plots`).
 --json ends with one line that has the scores of each evaluation; with
 --config.data.on_error=skip, its "skipped" lists how many damaged images were left out.
+With --calibrate, which needs no --config, a temperature, prediction sets (predict
+--coverage) and, for several labels per image, a threshold per class are fitted on the
+run's validation images and stored in its workdir; the scores are those of its test
+images, or of parts of the validation images that were not fitted on.
 Exit codes: 0 done, 2 bad input (one line says what).
 """
 
@@ -26,6 +30,10 @@ def main(flags: argparse.Namespace) -> int:
     """Runs the evaluations given by the flags; returns the exit code."""
     from vit_jax.training import config as configuration
 
+    if flags.calibrate is not None:
+        return job.run(lambda: calibrate(flags), "", debug=flags.debug)
+    if not flags.config:
+        raise UserError("--config is missing: give a recipe, or --calibrate for a run")
     config = configuration.load_evaluation(flags.config, flags.overrides)
     if flags.only_present_classes is not None:
         config = _restrict(config, flags.only_present_classes)
@@ -96,6 +104,26 @@ def run(flags: argparse.Namespace, config) -> None:
         tell(f"written to {flags.out}: {', '.join(names)}")
 
 
+def calibrate(flags: argparse.Namespace) -> None:
+    """Calibrates the run of a workdir, and prints the scores."""
+    from vit_jax.tools import calibrating
+
+    cli.refuse_overrides(flags, "calibrating")
+    for name in ("config", "out", "tta", "layers", "token_merging"):
+        if value := getattr(flags, name):
+            raise UserError(
+                f"--{name}={value} with --calibrate, which reads the run's own images: "
+                "leave one of them out"
+            )
+    how = {"use_ema": not flags.no_ema}
+    found = calibrating.calibrate(flags.model, flags.calibrate, **how)
+    shown = calibrating.lines(found)
+    if flags.json:
+        shown = [json.dumps({"fitted": found.fitted, "measured": found.measured})]
+    for line in shown:
+        print(line, flush=True)
+
+
 def _by_layer(flags: argparse.Namespace, config, pretrained):
     """Returns a config with the layers of --layers, and the names of `by_layer.expand`."""
     if flags.layers is None:
@@ -153,7 +181,7 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="EvaluationConfig", recipes=r"eval/\w+")
     add = parser.add_argument
-    add("--config", required=True, help="recipe or file, :argument")
+    add("--config", default="", help="recipe or file, :argument")
     add("--json", action="store_true", help="print one line of JSON, not a table")
     add(
         "--only_present_classes",
@@ -163,6 +191,14 @@ def parser() -> cli.Parser:
         metavar="true|false",
         help="whether only the data's classes are possible answers; default: if they "
         "are fewer than the model's",
+    )
+    add(
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="SPLIT",
+        help="calibrate the probabilities of a run; SPLIT: images to fit on, by default "
+        "the validation images",
     )
     cli.add_layers_flag(
         parser, "score features of these layers with k-NN, probe and few-shot"

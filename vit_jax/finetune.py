@@ -33,6 +33,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
             flags.photos,
             workdir,
             masks=flags.masks,
+            group=flags.group,
             model=flags.model,
             aspect=flags.aspect,
             overrides=flags.overrides,
@@ -43,10 +44,12 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         flags.photos,
         workdir,
         masks=flags.masks,
+        group=flags.group,
         model=flags.model,
         aspect=flags.aspect,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
         folds=flags.folds,
+        calibrate=flags.calibrate,
         overrides=flags.overrides,
         say=print_line,
     )
@@ -90,6 +93,20 @@ def parser() -> cli.Parser:
         default=0,
         help="for few images: number of runs, each validated on another part; the "
         "first is the model; default: one run",
+    )
+    add(
+        "--group",
+        default="",
+        metavar="COLUMN|RULE",
+        help="images that stay together in splits and folds, such as photographs of one "
+        r"patient: a column of the table, or a rule on file names, '(.*)_\d+', whose "
+        "parentheses hold the group",
+    )
+    add(
+        "--calibrate",
+        action="store_true",
+        help="fit the probabilities to the validation images, and sets of classes for "
+        "predict --coverage",
     )
     add(
         "--find_rate",

@@ -45,6 +45,11 @@ def main(flags: argparse.Namespace) -> int:
     if uncached := compilation.enable_cache():
         print_error(uncached)
     _check_neighbors(flags)
+    if flags.coverage and flags.threshold is not None:
+        raise UserError(
+            f"--coverage={flags.coverage:g} with --threshold={flags.threshold:g}: both "
+            "choose the classes; leave one of them out"
+        )
     classifier = None if flags.neighbors else open_classifier(flags)
     if flags.neighbors:
         column, results = "votes", _votes(flags, images)
@@ -101,7 +106,7 @@ def _check_neighbors(flags: argparse.Namespace) -> None:
                 f"--k={flags.k} is the number of neighbours: set --neighbors"
             )
         return
-    for name in ("tta", "labels", "prompts", "tokenizer", "out"):
+    for name in ("tta", "labels", "prompts", "tokenizer", "out", "coverage"):
         if value := getattr(flags, name):
             raise UserError(
                 f"--{name}={value} is not used with --neighbors, where labelled images "
@@ -194,7 +199,11 @@ def open_classifier(flags: argparse.Namespace):
                 f"{flags.model} lacks: leave them out"
             )
         return prediction.Classifier(
-            pretrained, preprocess=preprocess, class_names=names, views=flags.tta
+            pretrained,
+            preprocess=preprocess,
+            class_names=names,
+            views=flags.tta,
+            coverage=flags.coverage,
         )
     if not names:
         raise UserError(
@@ -214,6 +223,7 @@ def open_classifier(flags: argparse.Namespace):
         tower=text_tower(pretrained),
         prompts=prompts,
         views=flags.tta,
+        coverage=flags.coverage,
     )
 
 
@@ -226,8 +236,15 @@ def parser() -> cli.Parser:
     add(
         "--threshold",
         type=cli.fraction,
-        help="list all classes with at least this probability; default: 0.5 for models "
-        "with several labels per image, else --topk decides",
+        help="list all classes with at least this probability; default for models with "
+        "several labels per image: the thresholds stored with them, or 0.5; else --topk "
+        "decides",
+    )
+    add(
+        "--coverage",
+        type=cli.coverage,
+        help="list as many classes as are needed to include the right one with this "
+        "probability, for calibrated models: 0.9",
     )
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)

@@ -24,7 +24,7 @@ def test_sigmoid_sums_the_binary_losses_of_all_classes():
     p = 1 / (1 + np.exp(-np.asarray(LOGITS)))
     y = np.eye(3)[np.asarray(LABELS)]
     expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).sum(1)
-    actual = losses.sigmoid(LOGITS, losses.one_hot(LABELS, 3))
+    actual = losses.sigmoid(LOGITS, losses.one_hot(LABELS, 3)).sum(1)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
@@ -32,7 +32,45 @@ def test_sigmoid_with_a_bias_of_minus_ten_starts_near_ten():
     """Why the head bias: 21,843 classes at logit 0 would start at 15,140."""
     labels = losses.one_hot(jnp.array([5]), 21_843)
     loss = losses.sigmoid(jnp.full((1, 21_843), -10.0), labels)
-    assert loss[0] == pytest.approx(10 + 21_843 * np.exp(-10.0), rel=1e-3)
+    assert loss[0].sum() == pytest.approx(10 + 21_843 * np.exp(-10.0), rel=1e-3)
+
+
+def focal(p, y):
+    """Equation 5 of arXiv:1708.02002, with gamma of 2 and alpha of 0.25."""
+    p, alpha = np.where(y == 1, p, 1 - p), np.where(y == 1, 0.25, 0.75)
+    return -alpha * (1 - p) ** 2 * np.log(p)
+
+
+def asymmetric(p, y):
+    """arXiv:2009.14119 with exponents of 0 and 4, and a margin of 0.05."""
+    shifted = np.maximum(p - 0.05, 0)
+    return np.where(y == 1, -np.log(p), -(shifted**4) * np.log(1 - shifted))
+
+
+@pytest.mark.parametrize("loss", [focal, asymmetric])
+def test_losses_of_easy_classes_are_those_of_the_papers(loss):
+    logits = jnp.linspace(-9, 9, 30).reshape(6, 5)
+    y = np.arange(30).reshape(6, 5) % 3 % 2
+    expected = loss(1 / (1 + np.exp(-np.asarray(logits, np.float64))), y)
+    labels = jnp.asarray(y, jnp.float32)
+    model = models.create("Ti/4", num_classes=5, image_size=(8, 8), depth=1, width=12)
+    config = losses.ClassificationConfig(loss=loss.__name__)
+    data = DataConfig(num_classes=5, multi_label=True)
+    task = config.build(model, data, RunLength(1, 1.0))
+    of = lambda logits: task.base_loss(logits, {"label": labels})
+    assert float(of(logits)) == pytest.approx(expected.sum(1).mean(), rel=1e-4)
+    assert np.isfinite(jax.grad(of)(10 * logits)).all()
+    # Without exponents and margin it is the sum of binary cross-entropies.
+    plain = {
+        "asymmetric": {"gamma_neg": 0.0, "clip": 0.0},
+        "focal": {"focal_gamma": 0.0},
+    }
+    config = losses.ClassificationConfig(loss=loss.__name__, **plain[loss.__name__])
+    terms = losses.SIGMOID_LOSSES[loss.__name__](logits, labels, config)
+    weights = np.where(y == 1, 0.25, 0.75) if loss is focal else 1.0
+    np.testing.assert_allclose(
+        terms, weights * np.asarray(losses.sigmoid(logits, labels)), rtol=1e-5
+    )
 
 
 def test_smoothing_spreads_the_given_share():
@@ -60,9 +98,9 @@ def test_mixed_images_have_two_classes_above_a_threshold():
         return float(task.base_loss(LOGITS[:1], {"label": labels}))
 
     for threshold, target in ((0.0, [1, 1, 0]), (0.5, [1, 0, 0])):
-        expected = losses.sigmoid(LOGITS[:1], jnp.array([target], float))[0]
+        expected = losses.sigmoid(LOGITS[:1], jnp.array([target], float)).sum()
         assert loss(target_threshold=threshold) == pytest.approx(float(expected))
-    assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels)[0]))
+    assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels).sum()))
 
 
 def test_loss_smoothing_weights_and_threshold_act_together():

@@ -60,6 +60,7 @@ class _Arguments(WeightsArguments):
     token_merging: int = key(0, "Tokens merged per block.", below=2**31)
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Smallest probability.", at_most=1)
+    coverage: float = key(0.9, "Coverage of sets of classes.", above=0, below=1)
     neighbors: str = key("", "Labelled images that vote.")
     k: int = key(20, "Number of nearest images that vote.", at_least=1)
     layers: tuple[int, ...] = key((0,), "Layers.", at_least=None, distinct=True)
@@ -300,6 +301,7 @@ class PretrainedModel:
         topk: int = 5,
         *,
         threshold: float | None = None,
+        coverage: float | None = None,
         neighbors: str | os.PathLike = "",
         k: int = neighbours.K,
     ) -> list[Best] | Best:
@@ -309,7 +311,10 @@ class PretrainedModel:
           images: one image or several, see the class.
           topk: number of classes per image.
           threshold: smallest probability of the classes to return, in place of `topk`;
-            0.5 by default if the network was trained on several labels per image.
+            if the network was trained on several labels per image, by default the
+            thresholds stored with it, or 0.5.
+          coverage: probability with which the returned classes include the right one,
+            in place of `topk`, for a calibrated model (docs/finetuning.md).
           neighbors: labelled images, whose features are computed in each call:
             "FOLDER", which has FOLDER/CLASS/*.jpg, a table of paths and labels, or the
             name of a data set. The images with the most similar features vote for their
@@ -323,9 +328,14 @@ class PretrainedModel:
           `images`, the names of its nearest images.
 
         Raises:
-          UserError: the model has neither a classifier nor `neighbors`, or an image
-            cannot be read.
+          UserError: the model has neither a classifier nor `neighbors`, it is not
+            calibrated for `coverage`, or an image cannot be read.
         """
+        if coverage is not None and (neighbors or threshold is not None):
+            raise UserError(
+                f"coverage={coverage:g}: {'neighbors' if neighbors else 'threshold'} also "
+                "chooses the classes: leave one of them out"
+            )
         if neighbors:
             return self._predict_by(neighbors, images, topk, threshold, k)
         if not self.class_names:
@@ -334,10 +344,12 @@ class PretrainedModel:
                 "labelled images as neighbors=FOLDER, weights that have a classifier, "
                 "or use zero_shot if they have a text tower"
             )
-        logits = self(images)
         if threshold is None:
-            threshold = prediction.threshold_of(self._pretrained)
+            threshold = prediction.threshold_of(self._pretrained, coverage)
+        logits = self(images)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
+        how |= {"decisions": self._pretrained.calibration}
+        how |= {"at_least": 0 if coverage is None else 1}
         return self._best(images, logits, self.class_names, topk, **how)
 
     def _predict_by(self, place, images: Images, topk, threshold, k):

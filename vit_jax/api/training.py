@@ -42,6 +42,7 @@ class _Arguments(WeightsArguments):
     aspect: str = key("crop", "How images that are not square are handled.")
     minutes: float = key(0.0, "Time limit in minutes.", below=2**31)
     folds: int = key(0, "Number of folds of the cross-validation.")
+    calibrate: bool = key(False, "Whether to calibrate the probabilities.")
     method: str = key("", "Method of pretraining.")
     variant: str = key("", "Network without weights.")
     labels: str = key("", "Folder of labelled images.")
@@ -122,11 +123,13 @@ def finetune(
     workdir: str | os.PathLike | None = None,
     *,
     masks: str | os.PathLike = "",
+    group: str | Sequence = "",
     class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
     aspect: str = finetuning.ASPECTS[0],
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
     folds: int = 0,
+    calibrate: bool = False,
     callbacks: Iterable[Callback] = (),
     tell: Callable[[str], None] = print,
     **overrides,
@@ -145,6 +148,9 @@ def finetune(
         runs/finetune that depends on the images and the model only.
       masks: folder with the masks of the images, under the same file names, to learn
         the class of every pixel. Not needed for a folder that holds both.
+      group: images that stay together in splits and folds, such as photographs of one
+        patient: a column of the table, or a regular expression for file names whose
+        first parentheses hold the group; for arrays, the group of each training image.
       class_names: class names of arrays, in label order.
       model: weights, see `load_model`; if empty, DeiT-Ti on a CPU and AugReg S/16
         elsewhere.
@@ -155,6 +161,8 @@ def finetune(
       folds: number of runs, each with another part of the images held out for
         validation, so that every image of a small set is scored; the first run is the
         model.
+      calibrate: whether to fit the probabilities to the validation images, and sets of
+        classes for `PretrainedModel.predict(coverage=...)`.
       callbacks: objects whose methods are called during training, see `Callback`.
       tell: function that receives lines about the images and the choices.
       **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
@@ -184,15 +192,18 @@ def finetune(
                 "folder of the images, or leave it out"
             )
     place = arguments.take("photos", fields.Key(help=""), place, "")
-    with _opened(arrays, class_names):
+    groups = _groups(group, arrays)
+    with _opened(arrays, class_names, groups):
         return finetuning.finetune(
             place,
             workdir or default_workdir("finetune", model, place, masks),
             masks=masks,
+            group="given" if groups else group,
             model=model,
             aspect=aspect,
             minutes=minutes,
             folds=folds,
+            calibrate=calibrate,
             overrides=overrides,
             callbacks=callbacks,
             say=tell,
@@ -431,6 +442,26 @@ def _arrays(
     return arrays
 
 
+def _groups(
+    group: str | Sequence, arrays: Mapping[str, Arrays]
+) -> tuple[str, ...] | None:
+    """Returns the group of each training image in `arrays`; None for other images."""
+    if isinstance(group, str):
+        if group and arrays:
+            raise UserError(
+                f"group={group!r}: photos are arrays: give the group of each of their "
+                "training images"
+            )
+        return None
+    count = len(arrays["train"][0]) if arrays else 0
+    if len(group) != count:
+        raise UserError(
+            f"group has {len(group)} values: give one for each of the {count} training "
+            "images in arrays, or the column or rule of other images"
+        )
+    return tuple(map(str, group))
+
+
 def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
     """Returns images and labels by split, and whether all have labels.
 
@@ -450,13 +481,17 @@ def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
     return _arrays(pairs, "train", ()), not alone
 
 
-def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
+def _opened(
+    arrays: Mapping[str, Arrays],
+    class_names: Sequence[str],
+    groups: Sequence[str] | None = None,
+):
     """Replaces every data set by the arrays, if there are any."""
     if not arrays:
         return contextlib.nullcontext()
 
     return opened_by(
-        lambda _, split, __: open_arrays(arrays, split, IN_MEMORY, class_names)
+        lambda _, split, __: open_arrays(arrays, split, IN_MEMORY, class_names, groups)
     )
 
 

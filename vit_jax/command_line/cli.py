@@ -538,6 +538,14 @@ def fraction(text: str) -> float:
     return number
 
 
+def coverage(text: str) -> float:
+    """Parses the value of a flag as a number between 0 and 1."""
+    number = fraction(text)
+    if number in (0, 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return number
+
+
 def _above_0(text: str) -> float:
     try:
         number = float(text)

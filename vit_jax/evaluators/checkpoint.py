@@ -15,7 +15,7 @@ from vit_jax.evaluators.augmented import augment
 from vit_jax.evaluators.protocol import SKIPPED, Confusion
 from vit_jax.evaluators.splits import TESTS, EvalConfig
 from vit_jax.evaluators.suite import PARAMS_NAME, Scores, Suite, full_batch
-from vit_jax.models import text
+from vit_jax.models import Model, text
 from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
@@ -76,9 +76,7 @@ def evaluate(
     suite = Suite(
         model,
         config.evals,
-        _data(
-            config.data, pretrained.num_classes, model.options["channels"], preprocess
-        ),
+        data_of(pretrained, preprocess, config.data, model),
         full_batch(config.batch_size, mesh),
         mesh,
         shardings,
@@ -115,14 +113,14 @@ def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object
     return summaries | ({SKIPPED: skipped} if skipped else {})
 
 
-def _data(
-    data: ReaderConfig, num_classes: int, channels: int, preprocess: Preprocess
+def data_of(
+    pretrained: Pretrained, preprocess: Preprocess, data: ReaderConfig, model: Model
 ) -> DataConfig:
-    """Returns the data config with the classes and image format of the weights."""
+    """Returns a data config with the classes and image format of weights."""
     of_weights = {
-        "num_classes": num_classes,
+        "num_classes": pretrained.num_classes,
         "image_size": tuple(preprocess.image_size),
-        "channels": channels,
+        "channels": model.options["channels"],
         "exif": data.exif or bool(preprocess.exif),
         **preprocess.data_keys(),
     }

@@ -85,17 +85,25 @@ def score(
     }
     probabilities = np.exp(-np.logaddexp(0, -logits))
     for threshold in thresholds:
-        positive = probabilities >= threshold
-        right, both = (positive & true).sum(0), positive.sum(0) + true.sum(0)
-        f1 = 2 * right / np.maximum(both, 1)
-        macro = mean(f1, occurs) if len(occurs) else 0.0
+        macro, micro = f1_scores(probabilities >= threshold, true)
         metrics[f"macro_f1@{threshold:g}"] = macro
-        metrics[f"micro_f1@{threshold:g}"] = float(2 * right.sum() / max(both.sum(), 1))
+        metrics[f"micro_f1@{threshold:g}"] = micro
     if labels.shape[1] <= _MAX_CLASSES:
         metrics |= {
             f"ap/{names[k] if names else k}": value for k, value in precisions.items()
         }
     return metrics | {"examples": len(labels)}
+
+
+def f1_scores(
+    predicted: Bool[np.ndarray, "N K"], true: Bool[np.ndarray, "N K"]
+) -> tuple[float, float]:
+    """Returns the mean F1 score of the classes that occur, and that of all labels."""
+    occurs = np.flatnonzero(true.any(0))
+    right, both = (predicted & true).sum(0), predicted.sum(0) + true.sum(0)
+    f1 = 2 * right / np.maximum(both, 1)
+    macro = mean(f1, occurs) if len(occurs) else 0.0
+    return macro, float(2 * right.sum() / max(both.sum(), 1))
 
 
 def average_precision(

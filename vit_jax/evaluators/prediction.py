@@ -20,6 +20,7 @@ from vit_jax.models import patches, text
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.network_images import network_input, prepare_image
 from vit_jax.weights.preprocessing import preprocessing_of
 from vit_jax.weights.pretrained import Pretrained
@@ -55,6 +56,9 @@ class Classifier:
         for a classifier.
       prompts: texts with "{}" in place of a class, see `TextTower.classes`.
       views: views of each image, one of `augmented.VIEWS`; "" for the image itself.
+      coverage: probability with which the classes of an image should include the right
+        one, see `Calibration.smallest_probability`; None predicts by `topk` or
+        thresholds.
 
     Raises:
       UserError: the checkpoint has no classifier, or the arguments do not fit together.
@@ -69,6 +73,7 @@ class Classifier:
         tower: TextTower | None = None,
         prompts: Sequence[str] = ("{}",),
         views: str = "",
+        coverage: float | None = None,
     ):
         preprocess = preprocess or preprocessing_of(pretrained)
         num_classes = pretrained.options["num_classes"]
@@ -81,6 +86,12 @@ class Classifier:
         model, params = surgery.fit_network(pretrained, preprocess)
         sigmoid = pretrained.loss == "sigmoid"
         model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
+        self._decisions = None if tower else pretrained.calibration
+        if coverage is not None and (views or tower):
+            raise UserError(
+                f"coverage={coverage:g}: sets are calibrated for a classifier and one "
+                "view of each image: leave --tta and other texts out"
+            )
         self._channels = model.image_shape[-1]
         self._preprocess = preprocess
         self._params = jax.device_put(params)
@@ -91,7 +102,8 @@ class Classifier:
         else:
             self._names = names_of(pretrained, class_names)
             self._sigmoid = sigmoid
-            self._threshold = threshold_of(pretrained)
+            self._threshold = threshold_of(pretrained, coverage)
+        self._at_least = 0 if coverage is None else 1
 
         def logits(params, images):
             images = network_input(images, preprocess, model.options["dtype"])
@@ -123,6 +135,7 @@ class Classifier:
         """
         threshold = self._threshold if threshold is None else threshold
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
+        how |= {"decisions": self._decisions, "at_least": self._at_least}
         return rank(logits, self._names, topk, **how)
 
 
@@ -132,7 +145,9 @@ def rank(
     topk: int,
     *,
     sigmoid: bool,
-    threshold: float | None = None,
+    threshold: float | Sequence[float] | None = None,
+    decisions: Calibration | None = None,
+    at_least: int = 0,
 ) -> tuple[Prediction, ...]:
     """Returns the most probable classes of an image, best first; at most all.
 
@@ -141,9 +156,14 @@ def rank(
       names: names of the classes, see `names_of`.
       topk: number of classes to return.
       sigmoid: whether each class was trained with a sigmoid, instead of all with a softmax.
-      threshold: smallest probability of the classes to return; replaces `topk`.
+      threshold: smallest probability of the classes to return, or one for each class;
+        replaces `topk`.
+      decisions: calibration of the logits; None leaves them as they are.
+      at_least: number of classes to return even if they are below the threshold.
     """
     logits = logits.astype(np.float64)
+    if decisions:
+        logits = decisions.scale(logits)
     if sigmoid:
         probabilities = np.exp(-np.logaddexp(0, -logits))
     else:
@@ -153,13 +173,30 @@ def rank(
     if threshold is None:
         best = best[:topk]
     else:
-        best = best[probabilities[best] >= threshold]
+        limits = np.broadcast_to(threshold, logits.shape)
+        is_above = probabilities[best] >= limits[best]
+        is_above[:at_least] = True
+        best = best[is_above]
     return tuple(Prediction(int(i), names[i], float(probabilities[i])) for i in best)
 
 
-def threshold_of(pretrained: Pretrained) -> float | None:
-    """Returns the smallest probability of a predicted class; None predicts the best."""
-    return _THRESHOLD if pretrained.multi_label else None
+def threshold_of(
+    pretrained: Pretrained, coverage: float | None = None
+) -> float | tuple[float, ...] | None:
+    """Returns the smallest probability of a predicted class, or one for each class.
+
+    The result is None if the most probable classes are predicted.
+
+    Args:
+      coverage: coverage of the sets of classes, see `Calibration`; None without sets.
+
+    Raises:
+      UserError: the model has no calibrated sets of this coverage.
+    """
+    decisions = pretrained.calibration or Calibration()
+    if coverage is not None:
+        return decisions.smallest_probability(coverage)
+    return (decisions.thresholds or _THRESHOLD) if pretrained.multi_label else None
 
 
 def names_of(

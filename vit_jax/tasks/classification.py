@@ -1,4 +1,4 @@
-"""Classification with labels: softmax or sigmoid cross-entropy.
+"""Classification with labels: softmax or sigmoid cross-entropy, and variants of it.
 
 Letters: B images, Y by X pixels, C channels, L classes.
 """
@@ -28,8 +28,46 @@ class ClassificationConfig(TaskConfig):
 
     loss: str = key(
         "softmax",
-        'Cross-entropy of the classes: "softmax" or "sigmoid".',
-        choices=("softmax", "sigmoid"),
+        'Cross-entropy of the classes: "softmax"; "sigmoid", of each class separately; '
+        'and with sigmoids "focal" (arXiv:1708.02002) and "asymmetric" '
+        "(arXiv:2009.14119), in which classes that are already right count less.",
+        choices=("softmax", "sigmoid", "focal", "asymmetric"),
+    )
+    focal_gamma: float = key(
+        2.0,
+        "Exponent of 1 - p in the focal loss, where p is the probability of the right "
+        "answer for a class.",
+        reason="how much less easy classes count",
+        only_if={"loss": ("focal",)},
+    )
+    focal_alpha: float = key(
+        0.25,
+        "Weight of the classes that an image has in the focal loss; the others have the "
+        "weight 1 - `task.focal_alpha`.",
+        reason="the balance of present and absent classes",
+        at_most=1,
+        only_if={"loss": ("focal",)},
+    )
+    gamma_pos: float = key(
+        0.0,
+        "Exponent of 1 - p for the classes that an image has, in the asymmetric loss.",
+        reason="how much less easy present classes count",
+        only_if={"loss": ("asymmetric",)},
+    )
+    gamma_neg: float = key(
+        4.0,
+        "Exponent of p for the classes that an image does not have, in the asymmetric "
+        "loss.",
+        reason="how much less easy absent classes count",
+        only_if={"loss": ("asymmetric",)},
+    )
+    clip: float = key(
+        0.05,
+        "Number that is subtracted from the probabilities of the classes that an image "
+        "does not have, in the asymmetric loss; probabilities below it have no loss.",
+        reason="labels that are missing for some images",
+        below=1,
+        only_if={"loss": ("asymmetric",)},
     )
     label_smoothing: float = key(
         0.0,
@@ -38,7 +76,7 @@ class ClassificationConfig(TaskConfig):
     )
     target_threshold: float | None = key(
         None,
-        'With `task.loss="sigmoid"`, labels above this value become 1 and others 0, so '
+        "With a loss of sigmoids, labels above this value become 1 and others 0, so "
         "that an image mixed by mixup has two classes. None keeps the labels of mixup.",
         below=1,
         optional=True,
@@ -47,7 +85,7 @@ class ClassificationConfig(TaskConfig):
     class_weights: tuple[float, ...] | str = key(
         _EQUAL_WEIGHTS,
         "Weight of each class: a factor of the losses of its images with "
-        '`task.loss="softmax"`, of its term in each loss with "sigmoid". (1.0,) gives '
+        '`task.loss="softmax"`, of its term in each other loss. (1.0,) gives '
         'all classes equal weights; "inverse", "sqrt" and "effective" are computed '
         "from the numbers of training images, as in `data.class_balance`.",
         reason="classes of very different sizes",
@@ -76,7 +114,7 @@ class ClassificationConfig(TaskConfig):
 
     def check(self, data: DataConfig) -> None:
         """Raises UserError if the loss or the class weights do not suit the labels."""
-        if data.multi_label and self.loss != "sigmoid":
+        if data.multi_label and self.loss == "softmax":
             raise UserError(
                 f"task.loss={self.loss!r} with data.multi_label=True: set "
                 "task.loss='sigmoid', which learns each class separately"
@@ -187,15 +225,16 @@ class Classification(ImageTask):
           batch: output of `prepare`, or a microbatch of it.
         """
         labels, threshold = batch["label"], self.config.target_threshold
-        if threshold is not None and self.config.loss == "sigmoid":
+        if threshold is not None and self.config.loss != "softmax":
             labels = (labels > threshold).astype(labels.dtype)
         targets = smooth(labels, self.config.label_smoothing)
+        if self.config.loss == "softmax":
+            losses = softmax(logits, targets)
+            return (losses * batch.get("weight", 1.0)).mean()
+        terms = SIGMOID_LOSSES[self.config.loss](logits, targets, self.config)
         if self._weights is None:
-            return LOSSES[self.config.loss](logits, targets).mean()
-        if self.config.loss == "sigmoid":
-            terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
-            return (terms @ self._weights).mean()
-        return (softmax(logits, targets) * batch["weight"]).mean()
+            return terms.sum(-1).mean()
+        return (terms @ self._weights).mean()
 
     @property
     def _weights(self) -> Float[Array, " L"] | None:
@@ -224,13 +263,48 @@ def softmax(
 
 
 def sigmoid(
-    logits: Float[Array, "B L"], labels: Float[Array, "B L"]
-) -> Float[Array, " B"]:
-    """Returns the sum of the binary cross-entropies of all classes (arXiv:1912.11370)."""
-    return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, labels), axis=-1)
+    logits: Float[Array, "B L"],
+    labels: Float[Array, "B L"],
+    config: ClassificationConfig | None = None,
+) -> Float[Array, "B L"]:
+    """Returns the binary cross-entropy of each class (arXiv:1912.11370); no `config`."""
+    return optax.losses.sigmoid_binary_cross_entropy(logits, labels)
 
 
-LOSSES = {"softmax": softmax, "sigmoid": sigmoid}
+def focal(
+    logits: Float[Array, "B L"],
+    labels: Float[Array, "B L"],
+    config: ClassificationConfig,
+) -> Float[Array, "B L"]:
+    """Returns the focal loss of each class (arXiv:1708.02002, equation 5)."""
+    return optax.losses.sigmoid_focal_loss(
+        logits, labels, alpha=config.focal_alpha, gamma=config.focal_gamma
+    )
+
+
+def asymmetric(
+    logits: Float[Array, "B L"],
+    labels: Float[Array, "B L"],
+    config: ClassificationConfig,
+) -> Float[Array, "B L"]:
+    """Returns the asymmetric loss of each class (arXiv:2009.14119, equation 7)."""
+    p = jax.nn.sigmoid(logits)
+    shifted = jnp.maximum(p - config.clip, 0)
+    absent = -jnp.log1p(-shifted)
+    if not config.clip:  # The same, but finite for large logits.
+        absent = jax.nn.softplus(logits)
+    present = _power(1 - p, config.gamma_pos) * jax.nn.softplus(-logits)
+    absent *= _power(shifted, config.gamma_neg)
+    return labels * present + (1 - labels) * absent
+
+
+def _power(base: Float[Array, "B L"], exponent: float) -> Float[Array, "B L"]:
+    """Returns a power of numbers in [0, 1] whose slope at 0 is finite."""
+    tiny = jnp.finfo(base.dtype).tiny
+    return jnp.maximum(base, tiny) ** exponent if exponent else jnp.ones_like(base)
+
+
+SIGMOID_LOSSES = {"sigmoid": sigmoid, "focal": focal, "asymmetric": asymmetric}
 
 
 def smooth(labels: Float[Array, "B L"], smoothing: float) -> Float[Array, "B L"]:

@@ -110,7 +110,7 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict, best_metric: str = "") -> str:
-    """Returns one line with the accuracies, or else the losses, of evaluations.
+    """Returns one line with the accuracies, mAP and F1, or else losses, of evaluations.
 
     Mean average precisions and mean IoUs count as accuracies. Of an evaluation that has
     none of these, the first metric is shown.
@@ -128,6 +128,7 @@ def scores_line(scores: dict, best_metric: str = "") -> str:
         parts[f"{title}: "] = [
             f"{name.removesuffix(f'/{metric}')} {value:.2%}"
             + _baseline(name, flat) * (uneven and metric == "top1")
+            + _f1(name.removesuffix("map"), flat) * (metric == "map")
             for name, value in flat.items()
             if name.endswith(f"/{metric}")
         ]
@@ -168,6 +169,15 @@ def _baseline(name: str, flat: dict[str, float]) -> str:
     """Returns the accuracy of the most frequent class beside that with the name."""
     value = flat.get(f"{name.removesuffix('top1')}majority_baseline")
     return "" if value is None else f" (majority class {value:.2%})"
+
+
+def _f1(prefix: str, flat: dict[str, float]) -> str:
+    """Returns the micro and macro F1 at the first threshold, in parentheses."""
+    shown = []
+    for kind in ("micro", "macro"):
+        named = (v for k, v in flat.items() if k.startswith(f"{prefix}{kind}_f1@"))
+        shown += [f"{value:.2%} {kind}" for value in [*named][:1]]
+    return f" (F1 {', '.join(shown)})" if shown else ""
 
 
 def _is_quoted(metric: str) -> bool:

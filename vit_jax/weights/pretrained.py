@@ -5,8 +5,12 @@ import dataclasses
 from vit_jax.data import imagenet
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import segmenter
+from vit_jax.weights.calibration import Calibration
 
 IMAGENET = {"mean": imagenet.MEAN, "std": imagenet.STD}
+
+# `task.loss` -> `Pretrained.loss`, for losses with another name than their probabilities.
+LINKS = {"asymmetric": "sigmoid", "focal": "sigmoid"}
 
 # Name of the learned position embeddings.
 POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -38,6 +42,7 @@ class Pretrained:
       architecture: timm's name of the network; empty if unknown.
       token_merging: number of tokens that each block merges, see models/merging.py; not
         read from the checkpoint.
+      calibration: decisions fitted on validation images; None without them.
     """
 
     params: dict
@@ -55,6 +60,7 @@ class Pretrained:
     multi_label: bool = False
     architecture: str = ""
     token_merging: int = 0
+    calibration: Calibration | None = None
 
     @property
     def objective(self) -> dict:

@@ -385,7 +385,7 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
         allow_mismatch=None,
     )
     return dataclasses.replace(
-        pretrained, params=params, options=options, class_names=()
+        pretrained, params=params, options=options, class_names=(), calibration=None
     )
 
 

@@ -15,6 +15,7 @@ from vit_jax import models
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
+from vit_jax.weights import calibration
 from vit_jax.weights.checkpoint_folders import (
     FOLDER,
     at_step,
@@ -26,7 +27,7 @@ from vit_jax.weights.checkpoint_folders import (
     split_step,
     steps,
 )
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import LINKS, Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +187,15 @@ def load_pretrained(
     of_pixels = data["num_classes"] if data.get("mask_key") else 0
     classes = checkpoint.options["num_classes"] or of_pixels
     named = len(checkpoint.class_names) == classes
+    loss = checkpoint.config["task"].get("loss", "softmax")
     averaged = "averaged " if checkpoint.kind == "ema" else ""
     notes = [f"{averaged}parameters of step {checkpoint.step}"]
     if checkpoint.best:
         notes[0] += (
             f", best by {checkpoint.best['metric']} ({checkpoint.best['score']:.4f})"
         )
+    decisions, line = calibration.read(split_step(workdir)[0], checkpoint.params)
+    notes += [line] * bool(line)
     return Pretrained(
         params=checkpoint.params,
         options=checkpoint.options,
@@ -199,11 +203,12 @@ def load_pretrained(
         source=str(workdir),
         preprocess=Preprocess.of_data(data),
         class_names=checkpoint.class_names if named else (),
-        loss=checkpoint.config["task"].get("loss", "softmax"),
+        loss=LINKS.get(loss, loss),
         notes=tuple(notes),
         task=checkpoint.config["task"],
         task_params=checkpoint.task_params,
         tokenizer=data.get("tokenizer", ""),
         start=checkpoint.config.get("init", {}).get("checkpoint", ""),
         multi_label=data.get("multi_label", False),
+        calibration=decisions,
     )

@@ -16,6 +16,7 @@ from jaxtyping import Integer, UInt8
 
 from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
+from vit_jax.data import groups as grouping
 from vit_jax.data.config import MAX_CHANNELS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources.base import Numbered, SourceType, read_all
@@ -74,6 +75,7 @@ def open_arrays(
     split: str,
     name: str,
     class_names: Sequence[str] = (),
+    groups: Sequence[str] | None = None,
 ) -> ArraySource:
     """Returns a source of arrays, for use in a custom source (see custom.py).
 
@@ -86,6 +88,7 @@ def open_arrays(
       split: split expression.
       name: name of the data set, for messages.
       class_names: names in label order; may be empty.
+      groups: group of each image of the split "train", for "grouped_splits".
 
     Raises:
       UserError: the split does not exist or selects no record, or arrays have another
@@ -94,13 +97,18 @@ def open_arrays(
     sizes = {}
     for key, (images, labels) in arrays.items():
         sizes[key] = _length(f"{name} {key}: ", images, labels)
-    numbering = Numbering.of(split, sizes, name)
+    parts_of = None
+    if groups is not None:
+        train = list(groups), np.asarray(arrays["train"][1]).tolist()
+        parts_of = grouping.parts_of({"train": train}, "group")
+    numbering = Numbering.of(split, sizes, name, parts_of)
     for key in dict(numbering.parts):
         check_pair(f"{name} {key}: ", *arrays[key], class_names)
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
-        part = slice(part.start, part.stop, part.step)
+        if isinstance(part, range):  # Without copies of the images.
+            part = slice(part.start, part.stop, part.step)
         images, labels = (np.asarray(array)[part] for array in arrays[key])
         images = images if images.ndim == 4 else images[..., None]
         image_parts.append(images.astype(depth_of(images), copy=False))
@@ -230,12 +238,13 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 def small_in_memory(source, data: DataConfig):
     """Decodes a small set such as CIFAR into memory, so that batches are gathered.
 
-    `source` is returned unchanged if the set is too large, has captions or masks, has
-    images of different sizes, or has a damaged image, which is left to `data.on_error`.
+    `source` is returned unchanged if the set is too large, has captions, masks or
+    several labels per image, has images of different sizes, or has a damaged image, which is left to `data.on_error`.
     """
     form = bands.PixelFormat.of(data)
     # For other images, bands would be chosen and values scaled a second time.
-    if data.caption_key or data.mask_key or not form.is_photograph:
+    several = data.has_labels and data.multi_label
+    if several or data.caption_key or data.mask_key or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape

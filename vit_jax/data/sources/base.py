@@ -31,12 +31,14 @@ class Source:
       images: uint8, uint16 or float32 array (N, H, W, C) if the set is in memory, else
         None.
       labels: integer array (N,) if the set is in memory, else None.
+      record_groups: group of each record by `data.group_key`; None without groups.
     """
 
     class_names: tuple[str, ...]
     class_colors: tuple[tuple[int, int, int], ...] = ()
     images: np.ndarray | None
     labels: np.ndarray | None
+    record_groups: Sequence[str] | None = None
 
     def __len__(self) -> int:
         """Returns the number of records."""

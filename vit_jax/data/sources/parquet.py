@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.command_line.files import download_snapshot
-from vit_jax.data import captions, splits
+from vit_jax.data import captions, groups, splits, tags
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
@@ -62,6 +62,9 @@ class ParquetSource(Numbered):
       starts: split -> its first row, counted over all files.
       image_key: column of the images.
       label_key, caption_key, mask_key: columns; None or "" if they are not read.
+      numbers: number of each class, if labels are stored as names.
+      separator: `data.label_separator`.
+      several: whether an image has any number of labels.
     """
 
     name: str
@@ -76,6 +79,9 @@ class ParquetSource(Numbered):
     mask_key: str
     class_names: tuple[str, ...]
     numbering: splits.Numbering
+    numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    separator: str = ""
+    several: bool = False
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -92,9 +98,22 @@ class ParquetSource(Numbered):
             record["mask"] = _mask(values[self.mask_key])
         if self.label_key is not None:
             record["label"] = values[self.label_key]
-            if record["label"] is None:
+            if self.several:
+                record["label"] = self._numbers_of(record["label"])
+            elif record["label"] is None:
                 raise DamagedImage(f"has no label in column {self.label_key!r}")
         return record
+
+    def _numbers_of(self, cell: object) -> list[int]:
+        """Returns the numbers of the classes in a cell."""
+        labels = _labels(cell, self.separator)
+        if not self.numbers:
+            return labels
+        if unknown := [each for each in labels if each not in self.numbers]:
+            raise DamagedImage(
+                f"has the label {unknown[0]!r}, which the training split lacks"
+            )
+        return [self.numbers[each] for each in labels]
 
     def entries(self) -> Entries:
         names = [os.path.relpath(path, self.root) for path in self.files]
@@ -137,12 +156,15 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
             f"data.data_dir={data.data_dir!r} is not a folder: data.name='parquet' reads "
             "data_dir/**/train-00000-of-00005.parquet"
         )
+    if data.group_key:
+        check_known("group_key", [data.group_key], column_names(_first(files)), name)
     # The names of records need the sizes of all splits, also of those not in use.
     lengths = {
         key: {path: _group_lengths(path, name) for path in files[key]} for key in files
     }
     sizes = {key: sum(map(sum, each.values())) for key, each in lengths.items()}
-    numbering = splits.Numbering.of(split, sizes, name)
+    parts_of = _grouping(data, files, split) if data.group_key else None
+    numbering = splits.Numbering.of(split, sizes, name, parts_of)
 
     used = [key for key in files if key in splits.names(split)]
     by_file = {path: groups for key in used for path, groups in lengths[key].items()}
@@ -153,6 +175,11 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         if getattr(data, key):
             check_known(key, [getattr(data, key)], columns, name)
     label_key = data.label_key if data.has_labels else None
+    class_names, numbers = (), {}
+    if label_key is not None and data.multi_label:
+        class_names, numbers = _tags(files, data)
+    elif label_key is not None:
+        class_names = _class_names(paths, name, label_key)
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
         name=f"{name} {split}",
@@ -165,10 +192,82 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         label_key=label_key,
         caption_key=data.caption_key,
         mask_key=data.mask_key,
-        class_names=() if label_key is None else _class_names(paths, name, label_key),
+        class_names=class_names,
         numbering=numbering,
+        numbers=numbers,
+        separator=data.label_separator,
+        several=data.multi_label,
     )
     return small_in_memory(source, data)
+
+
+def _first(files: Mapping[str, Sequence[str]]) -> str:
+    """Returns the first file of any split."""
+    return next(iter(files.values()))[0]
+
+
+def _grouping(
+    data: DataConfig, files: Mapping[str, Sequence[str]], split: str
+) -> groups.PartsOf:
+    """Returns the function with which `splits.select` keeps groups together."""
+    records = {}
+    for name in splits.names(split):
+        columns = [data.group_key] + [data.label_key] * data.has_labels
+        cells, *labels = (
+            [value for path in files.get(name, ()) for value in _values(path, key)]
+            for key in columns
+        )
+        numbers = [f"{name}/{i}" for i in range(len(cells))]
+        texts = ["" if cell is None else str(cell).strip() for cell in cells]
+        found = (
+            groups.of_cells(data.group_key, texts, numbers, data.name) if cells else []
+        )
+        # A record without a label is a damaged one, and its class does not matter.
+        labels = labels[0] if labels else None
+        if labels and data.multi_label:
+            labels = [_labels(each, data.label_separator) for each in labels]
+        elif labels:
+            labels = [-1 if each is None else each for each in labels]
+        records[name] = found, labels
+    return groups.parts_of(records, f"data.group_key={data.group_key!r}")
+
+
+def _labels(cell: object, separator: str) -> list:
+    """Returns the labels in a cell: numbers, or names without outer spaces."""
+    found = [] if cell is None else tags.labels_in(cell, separator)
+    names = (composed(x.strip()) if isinstance(x, str) else x for x in found)
+    return list(dict.fromkeys(x for x in names if x not in ("", None)))
+
+
+def _tags(
+    files: Mapping[str, Sequence[str]], data: DataConfig
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Returns the names of several labels, and their numbers if names are stored."""
+    train = splits.names(data.split)[0]
+    paths = files.get(train) or next(iter(files.values()))
+    schema = _parquet().read_schema(paths[0])
+    check_known("label_key", [data.label_key], schema.names, data.name)
+    cells = (cell for path in paths for cell in _values(path, data.label_key))
+    names = {x for cell in cells for x in _labels(cell, data.label_separator)}
+    if not names:
+        raise NoLabels(f"data.label_key={data.label_key!r}: this column is empty")
+    if all(isinstance(each, int) for each in names):
+        return _stored_names(schema, data.label_key), {}
+    ordered = sorted(map(str, names))
+    return tuple(ordered), {each: number for number, each in enumerate(ordered)}
+
+
+def label_cells(paths: Sequence[str], column: str) -> list:
+    """Returns the cells of a column that may hold several labels; [] for numbers."""
+    import pyarrow as pa
+
+    if pa.types.is_integer(_parquet().read_schema(paths[0]).field(column).type):
+        return []
+    return [cell for path in paths for cell in _values(path, column)]
+
+
+def _values(path: str, column: str) -> list:
+    return _column(path, column).to_pylist()
 
 
 def _parquet():
@@ -237,7 +336,11 @@ def _open(path: str):
 
 def _label_sum(path: str, label_key: str) -> int:
     """Returns a checksum of a file's labels."""
+    import pyarrow as pa
+
     labels = _column(path, label_key)
+    if not pa.types.is_integer(labels.type) and not pa.types.is_null(labels.type):
+        return zlib.crc32(json.dumps(labels.to_pylist()).encode())  # Several labels.
     values = labels.to_numpy().astype(np.float64)  # Integers, or NaN.
     return zlib.crc32(values.tobytes())
 
@@ -300,8 +403,16 @@ def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, 
             f"data.label_key={label_key!r}: this column of {name} is empty; name "
             f"another of {', '.join(schema.names)}"
         )
+    return _stored_names(schema, label_key)
+
+
+def _stored_names(schema, label_key: str) -> tuple[str, ...]:
+    """Returns the class names that the hub stores, also those of lists of classes."""
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     feature = stored.get("info", {}).get("features", {}).get(label_key, {})
+    if isinstance(feature, list):
+        feature = feature[0]
+    feature = feature.get("feature", feature)
     return tuple(map(composed, feature.get("names") or ()))
 
 

@@ -5,7 +5,8 @@ The column `data.image_key` has paths, relative to the table's folder or to
 `data.image_dir`, and `data.label_key` the names or numbers of classes. A column "split"
 has the split of each row, and rows without a split are left out; without that column, a
 single file is one split named "all". With `data.multi_label` a row has any number of
-labels: a list, or names separated by "|", ";" or ",". If `data.label_key` lists several
+labels: a list, also as JSON or Python text, or names separated by
+`data.label_separator`, by default "|", ";" or ",". If `data.label_key` lists several
 columns, separated by ",", each column is a class, with values 1 (the image has the
 class), 0, -1 (uncertain, as in CheXpert) or empty. The column `data.mask_key` has the
 paths of masks, relative to the table's folder. A cell is missing if it is None, NaN or
@@ -25,7 +26,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
-from vit_jax.data import splits
+from vit_jax.data import groups, splits, tags
 from vit_jax.data.config import DataConfig
 from vit_jax.data.masks import MaskFiles
 from vit_jax.data.sources.base import (
@@ -37,13 +38,17 @@ from vit_jax.data.sources.base import (
     warn_of_twins,
 )
 from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
-from vit_jax.data.sources.folder import WHOLE, FolderSource, in_order, visible_folders
+from vit_jax.data.sources.folder import (
+    WHOLE,
+    FolderSource,
+    in_order,
+    visible_folders,
+)
 from vit_jax.errors import NoLabels, UserError
 
 _EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 SPLIT = "split"  # Column with the split of each row.
-_BETWEEN = re.compile(r"[|;,]")  # Separators of the labels in a row.
 _DELIMITERS = ",;\t"  # In CSV files; spreadsheets also write the last two.
 _PATH, _CLASSES = 300, 20  # Most characters of a path, and most classes, in messages.
 
@@ -89,6 +94,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
                 keys["label_key"] = label_columns(data.label_key, table.columns)
             if data.mask_key:
                 keys["mask_key"] = [data.mask_key]
+            if data.group_key and not _by_rule(data, table.columns):
+                keys["group_key"] = [data.group_key]
             for key, columns in keys.items():
                 check_known(key, columns, table.columns, table.path)
             _check_lines(table, [SPLIT, *itertools.chain(*keys.values())])
@@ -112,12 +119,47 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         if name in rows
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
-    chosen = splits.select(split, sizes, data.data_dir)
+    group_of, parts_of = None, None
+    if data.group_key:
+        group_of = {}
+        for name in files:
+            group_of |= _groups(data, paths, rows[name])
+        parts_of = groups.of_splits(files, group_of, data.group_key)
+    chosen = splits.select(split, sizes, data.data_dir, parts_of)
     beside = ()
     if data.mask_key:
         read_rows = [row for name in files for row in rows[name]]
         beside = (MaskFiles(_masks(data, paths, tables, read_rows)),)
-    return FolderSource.of_splits(paths.root, files, list(classes), chosen, beside)
+    return FolderSource.of_splits(
+        paths.root, files, list(classes), chosen, beside, group_of
+    )
+
+
+def _by_rule(data: DataConfig, columns: Collection[str]) -> bool:
+    """Returns whether `data.group_key` is a rule on file names, not a column."""
+    return data.group_key not in columns and groups.rule(data.group_key) is not None
+
+
+def _groups(data: DataConfig, paths: "_Paths", rows: Sequence[_Row]) -> dict[str, str]:
+    """Returns the group of each file of a split, by its name.
+
+    Raises:
+      UserError: two rows of a file have different groups, or no row has a group.
+    """
+    names = [paths.name(row.cells) for row in rows]
+    if _by_rule(data, rows[0].table.columns):
+        found = groups.of_paths(data.group_key, names, data.data_dir)
+    else:
+        cells = [text_of(row.cells.get(data.group_key)) for row in rows]
+        found = groups.of_cells(data.group_key, cells, names, data.data_dir)
+    group_of = {}
+    for name, group, row in zip(names, found, rows, strict=True):
+        if group_of.setdefault(name, group) != group:
+            raise UserError(
+                f"{row} gives {name} the group {group!r}, and an earlier row "
+                f"{group_of[name]!r}: keep one row for each image"
+            )
+    return group_of
 
 
 def _check_lines(table: Table, columns: Sequence[str]) -> None:
@@ -540,9 +582,9 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
             f"{row} has {fields.shown(value)} in column {data.label_key!r}, with an "
             "item that is missing: remove that item"
         )
-    if data.multi_label and isinstance(value, str):
-        value = _BETWEEN.split(value)
-    values = value if isinstance(value, list) else [value]
+    values = [value]
+    if data.multi_label or isinstance(value, list):
+        values = tags.labels_in(value, data.label_separator)
     return list(dict.fromkeys(filter(None, map(text_of, values))))
 
 

@@ -8,6 +8,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.finetuning import rule
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.pretrained import Pretrained
 
 Choices = dict[str, tuple[str, str]]  # Choice and its reason, by config key.
@@ -65,6 +66,7 @@ class Result:
       folds: number of runs, each scoring another part of the images; 0 for a single
         run.
       counts: number of scored images by class, or by tag; empty if unknown.
+      decisions: calibration of the model; None without one.
     """
 
     report: dict
@@ -80,6 +82,7 @@ class Result:
     worst: Sequence[str] = ()
     folds: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    decisions: Calibration | None = None
 
     @property
     def score(self) -> float:

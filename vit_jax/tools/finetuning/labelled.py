@@ -9,12 +9,14 @@ from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tasks.classification import ClassificationConfig
+from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import report, rule
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.config import TrainConfig
 
+_F1 = "micro_f1@0.5", "macro_f1@0.5"
 _WORST = 3  # Number of classes in the line about the worst.
 
 
@@ -84,7 +86,7 @@ class Labels:
 
     def headline(self, result: Result) -> str:
         if self.multi_label:
-            return f"mean average precision {result.score:.2%}"
+            return f"mean average precision {result.score:.2%}, {_f1(result)}"
         low, high = result.interval
         wider = f", for the best of {result.looks} evaluations" * (result.looks > 1)
         line = (
@@ -100,7 +102,15 @@ class Labels:
         return line
 
     def notes(self, result: Result) -> list[str]:
-        """Returns lines about classes with too few scored images."""
+        """Returns lines about the calibration, and classes with few scored images."""
+        decisions = result.decisions
+        return [
+            *(calibrating.lines(decisions) if decisions else ()),
+            *self._few(result),
+        ]
+
+    def _few(self, result: Result) -> list[str]:
+        """Returns a line about classes with too few scored images, if there are any."""
         if not result.counts:
             few = result.examples < rule.FEW * len(result.report["class_names"])
             return [f"note: fewer than {rule.FEW} images per class were scored"] * few
@@ -125,12 +135,19 @@ class Labels:
         ]
 
     def write_page(self, config, result, score) -> tuple[str, list[str]]:
-        page, answers = report.write(config, result, score)
+        page, answers, twins = report.write(config, result, score)
         worst = [
             f"{each.name} {each.recall:.1%} of {each.images:,}"
             for each in answers.least_recalled(_WORST)
         ]
-        return page, [f"worst:     recall of {', '.join(worst)}"] * bool(worst)
+        lines = [f"worst:     recall of {', '.join(worst)}"] * bool(worst)
+        if twins:
+            lines.append(
+                f"note: {twins:,} validation images show the same picture as a training "
+                "image: --group=COLUMN, or --group='(.*)_\\d+' for file names, keeps "
+                "photographs of one subject on one side"
+            )
+        return page, lines
 
 
 def _baseline(result: Result) -> str:
@@ -142,3 +159,15 @@ def _baseline(result: Result) -> str:
         name = max(result.counts, key=result.counts.__getitem__)
         share = result.counts[name] / sum(result.counts.values())
     return "" if share is None else f"; always {name}: {share:.2%}"
+
+
+def _f1(result: Result) -> str:
+    """Returns the F1 scores of images with several labels, for the headline."""
+    decisions = result.decisions
+    if decisions and decisions.thresholds and not result.folds:
+        micro, macro = (
+            decisions.measured[f"{kind}_f1"][1] for kind in ("micro", "macro")
+        )
+        return f"F1 {micro:.2%} (micro) and {macro:.2%} (macro) with its thresholds"
+    micro, macro = (result.scores[name] for name in _F1)
+    return f"F1 {micro:.2%} (micro) and {macro:.2%} (macro) at 0.5"

@@ -5,6 +5,9 @@ table of paths and labels (or a folder with one), or the name of a data set. Wit
 validation split, a part of each class is held out, and a list of it is written to the
 workdir.
 
+With `data.group_key` no group of images, such as the photographs of one patient, is on
+both sides of a split, see vit_jax/data/groups.py.
+
 Images may have masks instead of labels: in two folders, see mask_folders.py, in a
 column of a table, or by `data.mask_key` of a data set. Their validation part is a split
 expression.
@@ -18,18 +21,21 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from etils import epath
 
 from vit_jax.command_line.files import replace_text
 from vit_jax.config import fields
-from vit_jax.data import catalogue, masks, splits
+from vit_jax.data import catalogue, groups, masks, splits
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.sources import SOURCES, folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
 from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
+from vit_jax.data.tags import labels_in
 from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import tags
 from vit_jax.weights.checkpoint_folders import absolute
 
 # Usual names of columns in tables.
@@ -40,6 +46,7 @@ LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
 MASKS = ("mask", "mask_path", "mask_file", "segmentation_mask", "segmentation")
 _PARTS = round(1 / HELD_OUT)
 SPLIT_FILE = "split.csv"  # File in the workdir with the split of each image.
+_GROUP = "group"  # Column of that file, if images have groups.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,21 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
     if path.is_dir():
         return _of_folder(path, given, workdir)
     return _of_name(place, given, workdir)
+
+
+def _check_groups(layout: Layout) -> None:
+    """Raises UserError if a group is in two of the user's own splits."""
+    key, first = layout.data.get("group_key"), {}
+    if not key:
+        return
+    for split in filter(None, (layout.data["split"], layout.validation, layout.test)):
+        for group in {*(layout.open(split).record_groups or ())}:
+            if first.setdefault(group, split) != split:
+                raise UserError(
+                    f"data.group_key={key!r}: images of group {group!r} are in the splits "
+                    f"{first[group]} and {split}: move them into one of them, or give the "
+                    "images without splits, which are then divided by groups"
+                )
 
 
 def labelled_images(place: str) -> Source:
@@ -244,10 +266,14 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
     else:
         wanted = table.label_columns(data["label_key"], first.columns)
-        several = data.setdefault("multi_label", _has_several(first, wanted))
+        found, about = tags.recognise(first, wanted)
+        data = found | data
+        several = data.setdefault("multi_label", False)
         if not several and len(wanted) == 1:
             _check_classes(first, *wanted)
-        what = f"labels in {data['label_key']!r}" + " (several per row)" * several
+        what = f"labels in {data['label_key']!r}"
+        if about and not found.keys() & given.keys():
+            what += f" ({about})"
     # A table of test images often has no labels.
     names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
     sizes = table.split_sizes(str(path))
@@ -285,15 +311,6 @@ def _check_classes(of: table.Table, column: str) -> None:
         )
 
 
-def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
-    """Returns whether rows have any number of labels instead of one."""
-    if len(labels) > 1:
-        return any(
-            [table.flag(row.get(k)) for k in labels].count(1) != 1 for row in of.rows
-        )
-    return any(_is_several(row.get(labels[0])) for row in of.rows)
-
-
 def set_name(place: str) -> str:
     """Returns `data.name` of a data set, such as hf://datasets/owner/name on the hub.
 
@@ -314,8 +331,10 @@ def set_name(place: str) -> str:
 
 def hub_columns(
     name: str, given: Mapping, *, labelled: bool = True
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the splits of a data set of the hub, and `image_key` and `label_key`.
+) -> tuple[list[str], dict[str, object]]:
+    """Returns the splits of a data set of the hub, and keys about its columns.
+
+    These are `image_key`, `label_key` and, for several labels per image, `multi_label`.
 
     Args:
       name: `data.name`.
@@ -326,9 +345,13 @@ def hub_columns(
       UserError: the set cannot be downloaded, or its columns have unusual names.
     """
     files = parquet.files_of_splits(parquet.download(name), name)
-    first = files[first_of(TRAIN, files) or next(iter(files))][0]
-    known = parquet.column_names(first)
-    return list(files), columns(known, name, given, labelled=labelled)
+    first = files[first_of(TRAIN, files) or next(iter(files))]
+    known = parquet.column_names(first[0])
+    keys: dict = columns(known, name, given, labelled=labelled)
+    if labelled and keys["label_key"] in known:
+        found, _ = tags.of_cells(parquet.label_cells(first, keys["label_key"]))
+        keys |= found if found["multi_label"] else {}
+    return list(files), keys
 
 
 def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
@@ -353,11 +376,14 @@ def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
         raise UserError(f"{place} has the splits {listed}, but no training split")
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
+    if data.get("multi_label"):
+        description += f", and several labels per image in {data['label_key']!r}"
     data = {"name": name, **data, "split": train}
     if not workdir:
         return Layout(data, validation, test, description)
     # Such sources are often sorted by class: a part at the end would lack classes.
-    if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
+    by_parts = parquet.is_hub(name) or name == IN_MEMORY or data.get("group_key")
+    if not validation and by_parts:
         return _set_aside(Layout(data, "", test, description))
     if not validation:
         kept = round(100 * (1 - HELD_OUT))
@@ -368,6 +394,7 @@ def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
 
 def _with_validation(layout: Layout, workdir: str) -> Layout:
     """Holds out a part of the training images if there is no validation split."""
+    _check_groups(layout)
     if layout.validation:
         return layout
     if layout.config.mask_key:
@@ -378,27 +405,41 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
     source = layout.open(data["split"])
     labels = source.known_labels()
     labels = read_labels(source) if labels is None else labels
-    apart = held_out([str(label) for label in labels])
+    key, of_groups = f"data.group_key={data.get('group_key')!r}", ""
+    if source.record_groups is None:
+        apart = held_out([str(label) for label in labels])
+    else:
+        apart = groups.held_out(source.record_groups, labels, key)
+        known = np.array(source.record_groups)
+        of_groups = f"{len({*known[apart]}):,} of {len({*known}):,} groups"
+    if of_groups and not apart.any():
+        raise UserError(
+            f"{key}: each class is in one group only, so that none can be held out for "
+            "validation: give other groups, or leave it out"
+        )
     if not apart.any():
         raise UserError(
             f"{data['data_dir']} has one image of each class: give two or more of a "
             "class, so that one can be held out for validation"
         )
     names = [VALIDATION[0] if each else TRAIN[0] for each in apart]
-    rows = [_row(source, i, name) for i, name in enumerate(names)]
+    separator = tags.unused_separator(source.class_names)
+    rows = [_row(source, i, name, separator) for i, name in enumerate(names)]
     if layout.test:
         tests = layout.open(layout.test)
-        rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
+        rows += [_row(tests, i, TEST[0], separator) for i in range(len(tests))]
     write_rows(path, rows)
     several = {"multi_label": True} if data.get("multi_label") else {}
+    if several:
+        several["label_separator"] = separator
     data = without_place(data) | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
     return Layout(
         data,
         VALIDATION[0],
         TEST[0] if layout.test else "",
-        f"{layout.description}; {apart.sum():,} of {len(source):,} images, the same part "
-        f"of each class, held out for validation: {path}",
+        f"{layout.description}; {apart.sum():,} of {len(source):,} images, "
+        f"{of_groups or 'the same part of each class'}, held out for validation: {path}",
     )
 
 
@@ -408,20 +449,24 @@ def _set_aside(layout: Layout) -> Layout:
         layout.data["split"],
         layout.data.get("data_dir", layout.data["name"]),
     )
-    count = min(_PARTS, len(layout.open(whole)))
-    if count < 2:
+    source = layout.open(whole)
+    count = min(_PARTS, len(source))
+    if source.record_groups is not None:
+        count = min(count, len({*source.record_groups}))
+    if len(source) < 2:
         raise UserError(
             f"{place} has one training image: give two or more, so that one can be "
             "held out for validation"
         )
     description = f"{layout.description}; a part of the training images is held out"
     layout = dataclasses.replace(layout, description=description, whole=whole)
-    return _parted(layout, count - 1, count)
+    return _parted(layout, max(1, count - 1), max(2, count))
 
 
 def _parted(layout: Layout, fold: int, count: int) -> Layout:
-    """Holds out every `count`-th image of `whole`, starting with number `fold`."""
-    parts = [f"interleaved_splits({layout.whole}, {count})[{i}]" for i in range(count)]
+    """Holds out one of `count` parts of `whole`: every `count`-th image, or groups."""
+    kind = "grouped" if layout.data.get("group_key") else "interleaved"
+    parts = [f"{kind}_splits({layout.whole}, {count})[{i}]" for i in range(count)]
     validation = parts.pop(fold)
     data = layout.data | {"split": "+".join(parts)}
     return dataclasses.replace(layout, data=data, validation=validation)
@@ -449,7 +494,15 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
         )
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     trained = [row for row in rows if row[table.SPLIT] != TEST[0]]
-    folds = splits.folds([row["label"] for row in trained], count)
+    labels = [row["label"] for row in trained]
+    if _GROUP in rows[0]:
+        several = layout.data.get("multi_label")
+        if several:
+            labels = [labels_in(x, layout.data["label_separator"]) for x in labels]
+        names = [row[_GROUP] for row in trained]
+        folds = groups.folds(names, labels, count, f"folds={count}")
+    else:
+        folds = splits.folds(labels, count)
     _check_folds(count, len({*folds.tolist()} - {-1}), len(trained))
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
@@ -465,6 +518,7 @@ def _check_folds(count: int, filled: int, images: int) -> None:
 def without_place(data: Mapping) -> dict:
     """Returns keys of `config.data` without those of the place and of its labels."""
     dropped = (*PLACE, "name", "split", "label_key", "multi_label")
+    dropped += ("label_separator", "group_key")
     kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
     return {key: data[key] for key in kept}
 
@@ -510,12 +564,17 @@ def columns(
     return keys
 
 
-def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
+def _row(
+    source: folder.FolderSource, i: int, split: str, separator: str
+) -> dict[str, str]:
     label = source.labels_of_paths[i]
     numbers = label if isinstance(label, list) else [label]
-    names = "|".join(source.class_names[number] for number in numbers)
+    names = separator.join(source.class_names[number] for number in numbers)
     path = os.path.abspath(source.describe(i))
-    return {"image": path, "label": names, table.SPLIT: split}
+    row = {"image": path, "label": names, table.SPLIT: split}
+    if source.record_groups is not None:
+        row[_GROUP] = source.record_groups[i]
+    return row
 
 
 def _flag_columns(of: table.Table) -> list[str]:
@@ -524,11 +583,3 @@ def _flag_columns(of: table.Table) -> list[str]:
         name: {table.flag(row.get(name)) for row in of.rows} for name in of.columns
     }
     return [name for name, seen in flags.items() if 1 in seen and None not in seen]
-
-
-def _is_several(value: object) -> bool:
-    """Returns whether a cell is a list of labels, or text separated by "|" or ";"."""
-    # A comma may be part of a class name.
-    return isinstance(value, list) or (
-        isinstance(value, str) and bool({*"|;"} & {*value})
-    )

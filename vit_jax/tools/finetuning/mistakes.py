@@ -13,6 +13,7 @@ from scipy import special
 
 from vit_jax.evaluators.classification import BINS, calibration_error
 from vit_jax.evaluators.multi_label import average_precision
+from vit_jax.weights.calibration import Calibration
 
 NEIGHBOURS = 10
 # A label is doubtful if at most the first fraction of its nearest neighbours has it,
@@ -69,30 +70,36 @@ class Answers:
       labels: 0 or 1 for each class, (N, K).
       class_names: class names in label order.
       one_each: whether an image has exactly one class.
+      decisions: calibration of the logits, and thresholds.
     """
 
     logits: Float[np.ndarray, "N K"]
     labels: Integer[np.ndarray, "N K"]
     class_names: tuple[str, ...]
     one_each: bool
+    decisions: Calibration = dataclasses.field(default_factory=Calibration)
 
     @functools.cached_property
     def probabilities(self) -> Float[np.ndarray, "N K"]:
         """Probabilities of the classes: softmax of one class per image, else sigmoid."""
-        logits = self.logits.astype(np.float64)
+        logits = self._scaled
         return special.softmax(logits, 1) if self.one_each else special.expit(logits)
+
+    @property
+    def _scaled(self) -> Float[np.ndarray, "N K"]:
+        return self.decisions.scale(self.logits.astype(np.float64))
 
     @functools.cached_property
     def predicted(self) -> Bool[np.ndarray, "N K"]:
-        """Mask of predicted classes: the most probable one, or all with at least 0.5."""
+        """Mask of predicted classes: the most probable one, or all above a threshold."""
         if not self.one_each:
-            return self.probabilities >= 0.5
+            return self.probabilities >= np.array(self.decisions.thresholds or 0.5)
         return np.eye(len(self.class_names), dtype=bool)[self.logits.argmax(1)]
 
     @functools.cached_property
     def losses(self) -> Float[np.ndarray, " N"]:
         """Cross-entropy of each image in nats, summed if it has several labels."""
-        logits, labels = self.logits.astype(np.float64), self.labels > 0
+        logits, labels = self._scaled, self.labels > 0
         if self.one_each:
             return -special.log_softmax(logits, 1)[labels]
         return np.logaddexp(0, np.where(labels, -logits, logits)).sum(1)

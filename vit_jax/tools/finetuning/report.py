@@ -31,6 +31,7 @@ from vit_jax.tools.near_duplicates import scan
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import surgery
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.network_images import network_input
 
 _TEMPLATE = "finetuning/page.html"
@@ -40,13 +41,19 @@ _LEAST_LOSS = 0.005  # In nats; less is shown as 0.
 _COMPARED = 20_000  # Maximum number of training images to check for doubtful labels.
 
 
-def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers]:
-    """Writes the page of a run; returns its path and the outputs that it shows.
+def write(
+    config: TrainConfig, result: Result, score: str
+) -> tuple[str, Answers, int | None]:
+    """Writes the page of a run; returns its path, and what a summary needs of it.
 
     Args:
       config: config of the run.
       result: result of the run, whose best checkpoint is evaluated again.
       score: score as a sentence.
+
+    Returns:
+      The path, the outputs that the page shows, and the number of validation images
+      that are near-duplicates of training images, None if unknown.
     """
     pretrained = weights.open_pretrained(result.workdir)
     data, one_each = config.data, not config.data.multi_label
@@ -70,7 +77,8 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers
     labels = (
         np.eye(data.num_classes, dtype=int)[seen.labels] if one_each else seen.labels
     )
-    answers = Answers(seen.logits, labels, names, one_each)
+    decisions = pretrained.calibration or Calibration()
+    answers = Answers(seen.logits, labels, names, one_each, decisions)
     train = open_source(data, data.split)
     splits = {"train": train}
     if result.split != "val":
@@ -90,7 +98,8 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers
     num_twins, dedup_command = _twins(config)
     values |= {"num_twins": num_twins, "dedup_command": dedup_command}
     values |= {"doubts": doubts}
-    return page.write(_TEMPLATE, common, result.workdir, **values), answers
+    path = page.write(_TEMPLATE, common, result.workdir, **values)
+    return path, answers, num_twins
 
 
 def _curves(result: Result) -> dict[str, str]:
@@ -144,6 +153,7 @@ def contents(
         "calibration": Table(
             "Accuracy by probability", head, tuple(binned), folded=True
         ),
+        "decisions": decided(answers.decisions),
         "num_neighbours": mistakes.NEIGHBOURS,
     }
 
@@ -200,12 +210,16 @@ def _classes(
         [f"{number:,}" for number in count(labels, len(answers.class_names))]
         for labels in counts.values()
     ]
-    columns = zip(answers.by_class(), *numbers, strict=True)
+    # A threshold per class, if there are any.
+    limits = [[f"{x:.2f}"] for x in answers.decisions.thresholds]
+    limits = limits or [[]] * len(answers.class_names)
+    columns = zip(answers.by_class(), limits, *numbers, strict=True)
     scores = sorted(columns, key=lambda one: (one[0].f1, one[0].name))
     head = "class", *counts, split, "recall", "precision", "F1", "AP"
+    head += ("threshold",) * bool(answers.decisions.thresholds)
     rows = tuple(
-        (name, *of_splits, f"{images:,}", *map(page.percent, rest))
-        for (name, images, *rest), *of_splits in scores
+        (name, *of_splits, f"{images:,}", *map(page.percent, rest), *limit)
+        for (name, images, *rest), limit, *of_splits in scores
     )
     tables = [Table("Scores of the classes", head, rows[:_CLASSES])]
     if others := rows[_CLASSES:]:
@@ -219,6 +233,25 @@ def count(labels: Sequence, num_classes: int) -> list[int]:
     if not isinstance(labels, np.ndarray):  # Several classes of each image.
         labels = np.array([k for classes in labels for k in classes], int)
     return np.bincount(labels, minlength=num_classes).tolist()
+
+
+def decided(decisions: Calibration) -> Table | None:
+    """Returns the scores before and after the calibration; None if it did not run."""
+    measured = decisions.measured
+    named = {"ece": "calibration error", "micro_f1": "micro F1", "macro_f1": "macro F1"}
+    rows = [
+        (title, *map(page.percent, measured[name]))
+        for name, title in named.items()
+        if name in measured
+    ]
+    rows += [
+        (f"coverage of sets of {float(level):.0%}", "-", page.percent(covered))
+        for level, covered in measured.get("coverage", {}).items()
+    ]
+    if not rows:
+        return None
+    title = f"Calibration, on {measured['images']:,} images of {measured['split']}"
+    return Table(title, ("score", "before", "after"), tuple(rows))
 
 
 class _Evaluated(NamedTuple):

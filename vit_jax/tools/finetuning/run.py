@@ -14,6 +14,7 @@ from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
+from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
@@ -37,10 +38,12 @@ def finetune(
     workdir: str,
     *,
     masks: str = "",
+    group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
     minutes: float = MINUTES,
     folds: int = 0,
+    calibrate: bool = False,
     overrides: Mapping[str, object] | None = None,
     callbacks: Iterable[Callback] = (),
     say: Callable[[str], None] = print,
@@ -50,8 +53,9 @@ def finetune(
     Args:
       place: folder, table, or name of a data set, see layout.py.
       masks: folder with the masks of the images in a folder, under the same names.
+      group: `config.data.group_key`.
       overrides: values by dotted config key, which replace the chosen ones.
-      workdir, model, aspect, minutes, folds, callbacks, say: arguments of
+      workdir, model, aspect, minutes, folds, calibrate, callbacks, say: arguments of
         `vit_jax.finetune`.
 
     Raises:
@@ -61,7 +65,8 @@ def finetune(
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
     minutes /= folds or 1
-    request = _request(place, masks, model, overrides, say, minutes, aspect)
+    request = _request(place, masks, model, overrides, say, minutes, aspect, group)
+    request = dataclasses.replace(request, calibrates=calibrate)
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
@@ -72,6 +77,7 @@ def finetune(
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained])
+    result = _calibrated(result, config, workdir, calibrate, say)
     if jax.process_count() > 1:  # No process has all the parameters.
         return result
     say("collecting mistakes")
@@ -79,18 +85,46 @@ def finetune(
     return dataclasses.replace(result, page=page, worst=worst)
 
 
+def _calibrated(
+    result: Result,
+    config: TrainConfig,
+    workdir: str,
+    calibrate: bool,
+    say: Callable[[str], None],
+) -> Result:
+    """Fits the probabilities, if wanted, and thresholds for several labels per image."""
+    kind = result.kind
+    if calibrate:
+        _check_calibrates(kind)
+    elif not (isinstance(kind, Labels) and kind.multi_label):
+        return result
+    say("calibrating" if calibrate else "choosing thresholds")
+    decisions = calibrating.calibrate(workdir, scale=calibrate, config=config)
+    return dataclasses.replace(result, decisions=decisions)
+
+
+def _check_calibrates(kind: Kind) -> None:
+    """Raises UserError if a kind of annotation has no probabilities of classes."""
+    if not isinstance(kind, Labels):
+        raise UserError(
+            f"--calibrate: these images have {kind.annotation}, and only probabilities of "
+            "labels are calibrated: leave it out"
+        )
+
+
 def find_rate(
     place: str,
     workdir: str,
     *,
     masks: str = "",
+    group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
     """Returns a peak learning rate from a range test, without training a model."""
-    request = _request(place, masks, model, overrides, say, aspect=aspect)
+    request = _request(place, masks, model, overrides, say, 0.0, aspect, group)
     raw, _ = choose(request, workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
@@ -113,6 +147,7 @@ class _Request:
     minutes: float
     aspect: str = ASPECTS[0]
     fold: tuple[int, int] = (0, 0)
+    calibrates: bool = False  # Only to refuse it before training.
 
     file = FILE
 
@@ -152,8 +187,9 @@ def _request(
     model: str,
     overrides: Mapping[str, object] | None,
     say: Callable[[str], None],
-    minutes: float = 0.0,
-    aspect: str = ASPECTS[0],
+    minutes: float,
+    aspect: str,
+    group: str,
 ) -> _Request:
     if aspect not in ASPECTS:
         raise UserError(f"aspect={aspect!r} is not one of {', '.join(ASPECTS)}")
@@ -165,6 +201,8 @@ def _request(
     if masks:
         place, folders = layout.common_folder(place, masks)
         keys |= folders
+    if group:
+        keys["data.group_key"] = group
     return _Request(place, model, keys, say, minutes, aspect)
 
 
@@ -185,6 +223,8 @@ def _open(request: _Request, workdir: str) -> Given:
     for note in pretrained.notes:
         request.say(f"{masked(request.model)}: {note}")
     kind, keeps = _kind_of(splits.config), request.aspect == "keep"
+    if request.calibrates:
+        _check_calibrates(kind)
     if keeps and splits.config.mask_key:
         raise UserError(
             "aspect='keep' with masks: masks are learnt from crops of one size; leave it "

@@ -65,7 +65,7 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
         ).astype(leaves[0].dtype),
         *(model.params for model in models),
     )
-    return dataclasses.replace(first, params=params, notes=())
+    return dataclasses.replace(first, params=params, notes=(), calibration=None)
 
 
 def greedy(

@@ -1,7 +1,7 @@
 """Exported files of this project: one .safetensors with the whole checkpoint.
 
 The header has, as JSON under "vit_jax", the arguments of `models.create`, the
-preprocessing of images, the class names, and the loss. A text tower is stored under
+preprocessing of images, the class names, the loss, and the calibration if any. A text tower is stored under
 "task/", with its config and the address of its tokenizer; such a file has format version 2.
 """
 
@@ -15,6 +15,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter, text
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -52,6 +53,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
                 f"{tensors.path}: transform={preprocess.transform!r} needs a module, which "
                 "is not imported when files of weights are read: give the run's workdir"
             )
+        decisions = header.get("calibration")
+        decisions = decisions and Calibration.of_json(decisions)
         params = {k: v for k, v in tensors.flat.items() if not k.startswith(_TASK)}
         return Pretrained(
             params=unflatten_dict(params, sep="/"),
@@ -65,6 +68,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             task_params=unflatten_dict(tables.below(tensors.flat, _TASK), sep="/"),
             tokenizer=header.get("tokenizer", ""),
             multi_label=header.get("multi_label", False),
+            calibration=decisions,
+            notes=(decisions.describe(),) if decisions else (),
         )
     except UserError:
         raise
@@ -91,6 +96,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "loss": pretrained.loss,
         "multi_label": pretrained.multi_label,
     }
+    if pretrained.calibration:
+        header["calibration"] = pretrained.calibration.to_json()
     parts = {"": pretrained.params}
     if pretrained.task_params.keys() & {text.TEXT, segmenter.PARAMS}:
         header |= {"task": pretrained.task, "tokenizer": pretrained.tokenizer}

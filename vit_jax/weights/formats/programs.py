@@ -27,6 +27,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import segmenter
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
+from vit_jax.weights.calibration import LEVELS
 from vit_jax.weights.formats.registry import WRITERS, Writer
 from vit_jax.weights.preprocessing import with_patch
 from vit_jax.weights.pretrained import Pretrained
@@ -110,8 +111,11 @@ def build(pretrained: Pretrained) -> Program:
     def run(params, images, *grids):
         images = device_transforms.normalize(images, how.mean, how.std)
         outputs = apply(params, PatchSequences(images, *grids) if grids else images)
+        if decisions and "logits" in names:
+            outputs = outputs | {"logits": decisions.scale(outputs["logits"])}
         return tuple(outputs[name].astype(jnp.float32) for name in names)
 
+    decisions = pretrained.calibration
     shape, apply = model.image_shape, model.apply
     if has_segmenter(pretrained):
         segment = segmenter_of(pretrained, model)
@@ -138,8 +142,7 @@ def write_stablehlo(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     export = jax.export.export(images_to_outputs, platforms=_PLATFORMS)
     exported = export(*program.batch)
     (folder / _STABLEHLO).write_bytes(exported.serialize())
-    _write_sidecars(pretrained, program, folder)
-    return []
+    return _write_sidecars(pretrained, program, folder)
 
 
 def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
@@ -171,8 +174,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
             input_names=list(_inputs(pretrained)),
             output_names=list(program.outputs),
         )
-    _write_sidecars(pretrained, program, folder)
-    return []
+    return _write_sidecars(pretrained, program, folder)
 
 
 @contextlib.contextmanager
@@ -184,8 +186,12 @@ def _silenced() -> Iterator[None]:
 
 def _write_sidecars(
     pretrained: Pretrained, program: Program, folder: pathlib.Path
-) -> None:
-    """Writes the preprocessing, and the class names if there are any."""
+) -> list[str]:
+    """Writes the preprocessing, and class names and decisions if there are any.
+
+    Returns:
+      A line about the decisions, if there are any.
+    """
     content = dataclasses.asdict(pretrained.preprocess) | {
         "channels": program.shape[-1],
         "input": f"{_INPUTS[0]}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
@@ -198,10 +204,36 @@ def _write_sidecars(
         content["input"] += (
             f"; {_INPUTS[1]}: int32 (as many, 1, 2), rows and columns of patches"
         )
+    decisions, notes = pretrained.calibration, []
+    if decisions:
+        content["calibration"] = _described(pretrained)
+        notes.append(
+            f"calibration: the program divides the logits by {decisions.temperature:.3g} "
+            f"and adds {decisions.bias:.3g}; thresholds and sets are in {_PREPROCESS}"
+        )
     (folder / _PREPROCESS).write_text(json.dumps(content, indent=2) + "\n")
     if pretrained.class_names:
         lines = "".join(f"{name}\n" for name in pretrained.class_names)
         (folder / _LABELS).write_text(lines)
+    return notes
+
+
+def _described(pretrained: Pretrained) -> dict:
+    """Returns the decisions of a model for programs in other languages."""
+    decisions = pretrained.calibration
+    smallest = {}
+    for level in LEVELS if decisions.scores else ():
+        with contextlib.suppress(UserError):  # Too few images for this coverage.
+            smallest[f"{level:g}"] = decisions.smallest_probability(level)
+    return {
+        "logits": "scaled by the program",
+        "temperature": decisions.temperature,
+        "bias": decisions.bias,
+        "thresholds": list(decisions.thresholds),
+        "smallest_probability_by_coverage": smallest,
+        "fitted": dict(decisions.fitted),
+        "measured": dict(decisions.measured),
+    }
 
 
 def _inputs(pretrained: Pretrained) -> tuple[str, ...]:
