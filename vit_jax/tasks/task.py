@@ -528,6 +528,10 @@ class TaskConfig:
         """Name of the task whose pretrained parameters `with_task_params` takes."""
         return self.name
 
+    def num_outputs(self, data: DataConfig) -> int:
+        """Returns the number of outputs of the network's classifier; 0 for none."""
+        return data.num_classes if self.has_classifier else 0
+
     def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
         """Returns the config with values that are computed from the training records.
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Integer, UInt8
+from jaxtyping import Float, Integer, UInt8
 
 from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
@@ -36,9 +36,10 @@ IN_MEMORY = "in_memory"  # `data.name` of arrays from Python code.
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource(Numbered):
-    """Images and labels in memory.
+    """Images, and labels or targets, in memory.
 
-    `labels` are None if they are not read; without a `numbering` records count from 0.
+    `labels` and `targets`, (N, T), are None if they are not read; without a `numbering`
+    records count from 0.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ArraySource(Numbered):
     labels: Integer[np.ndarray, " N"] | None
     class_names: tuple[str, ...] = ()
     numbering: Numbering | None = None
+    targets: Float[np.ndarray, "N T"] | None = None
 
     def __post_init__(self):
         if self.numbering is None:
@@ -55,14 +57,20 @@ class ArraySource(Numbered):
             object.__setattr__(self, "numbering", whole)
 
     def __getitem__(self, i: int) -> dict:
-        if self.labels is None:
-            return {"image": self.images[i]}
-        return {"image": self.images[i], "label": int(self.labels[i])}
+        record = {"image": self.images[i]}
+        if self.labels is not None:
+            record["label"] = int(self.labels[i])
+        if self.targets is not None:
+            record["targets"] = self.targets[i]
+        return record
 
     def entries(self) -> Entries:
         parts = self.numbering.parts
         names = [f"{name}/{number}" for name, part in parts for number in part]
-        return in_memory(names, self.labels, self.images)
+        entries = in_memory(names, self.labels, self.images)
+        if self.targets is None:
+            return entries
+        return entries._replace(more={"targets": zlib.crc32(self.targets.tobytes())})
 
     def without_images(self) -> "ArraySource":
         blank = np.broadcast_to(np.uint8(0), self.images.shape)
@@ -74,6 +82,8 @@ def open_arrays(
     split: str,
     name: str,
     class_names: Sequence[str] = (),
+    *,
+    num_targets: int = 0,
 ) -> ArraySource:
     """Returns a source of arrays, for use in a custom source (see custom.py).
 
@@ -86,6 +96,9 @@ def open_arrays(
       split: split expression.
       name: name of the data set, for messages.
       class_names: names in label order; may be empty.
+      num_targets: number of targets of an image (`data.targets`); if it is not 0, the
+        arrays have numbers, (N,) or (N, num_targets), in place of labels, NaN where one
+        is missing.
 
     Raises:
       UserError: the split does not exist or selects no record, or arrays have another
@@ -96,7 +109,9 @@ def open_arrays(
         sizes[key] = _length(f"{name} {key}: ", images, labels)
     numbering = Numbering.of(split, sizes, name)
     for key in dict(numbering.parts):
-        check_pair(f"{name} {key}: ", *arrays[key], class_names)
+        check_pair(
+            f"{name} {key}: ", *arrays[key], class_names, num_targets=num_targets
+        )
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
@@ -111,12 +126,12 @@ def open_arrays(
             f"{name} {split}: images of the shapes {' and '.join(map(str, shapes))}; "
             "make them equal, or open the splits one by one"
         )
+    images, labels = np.concatenate(image_parts), np.concatenate(label_parts)
+    if num_targets:
+        targets = labels.astype(np.float32).reshape(len(labels), num_targets)
+        return ArraySource(f"{name} {split}", images, None, (), numbering, targets)
     return ArraySource(
-        f"{name} {split}",
-        np.concatenate(image_parts),
-        np.concatenate(label_parts),
-        tuple(class_names),
-        numbering,
+        f"{name} {split}", images, labels, tuple(class_names), numbering
     )
 
 
@@ -230,12 +245,13 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 def small_in_memory(source, data: DataConfig):
     """Decodes a small set such as CIFAR into memory, so that batches are gathered.
 
-    `source` is returned unchanged if the set is too large, has captions or masks, has
-    images of different sizes, or has a damaged image, which is left to `data.on_error`.
+    `source` is returned unchanged if the set is too large, has captions, masks or
+    targets, has images of different sizes, or has a damaged image, which is left to `data.on_error`.
     """
     form = bands.PixelFormat.of(data)
     # For other images, bands would be chosen and values scaled a second time.
-    if data.caption_key or data.mask_key or not form.is_photograph:
+    others = data.caption_key or data.mask_key or data.target_key
+    if others or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape
@@ -257,14 +273,25 @@ def small_in_memory(source, data: DataConfig):
 
 
 def check_pair(
-    where: str, images: object, labels: object, class_names: Sequence[str]
+    where: str,
+    images: object,
+    labels: object,
+    class_names: Sequence[str],
+    *,
+    num_targets: int = 0,
 ) -> None:
-    """Raises UserError, beginning with `where`, for arrays of a wrong kind."""
+    """Raises UserError, beginning with `where`, for arrays of a wrong kind.
+
+    With `num_targets` the labels are numbers, see `open_arrays`.
+    """
     _length(where, images, labels)
     images, labels = _array(where, "images", images), _array(where, "labels", labels)
     if problem := _problem(images):
         raise UserError(f"{where}images={describe(images)}: {problem}")
-    check_labels(where, labels, class_names)
+    if num_targets:
+        _check_targets(where, labels, num_targets)
+    else:
+        check_labels(where, labels, class_names)
 
 
 def _length(where: str, images: object, labels: object) -> int:
@@ -302,6 +329,22 @@ def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> 
         more = f" to {most}, the number of class_names less 1" if class_names else ""
         raise UserError(
             f"{where}record {i} has label {labels[i]}; give labels from 0{more}"
+        )
+
+
+def _check_targets(where: str, targets: np.ndarray, count: int) -> None:
+    """Raises UserError unless there are `count` finite numbers or NaN per image."""
+    shape = (len(targets), count)
+    shapes = (shape, shape[:1]) if count == 1 else (shape,)
+    if targets.dtype.kind not in "uif" or targets.shape not in shapes:
+        raise UserError(
+            f"{where}targets={describe(targets)}: not {count} number(s) per image, as "
+            f"data.target_key says; give an array of floats of the shape {shape}"
+        )
+    for i in np.flatnonzero(np.isinf(targets).reshape(len(targets), -1).any(1))[:1]:
+        raise UserError(
+            f"{where}record {i} has the targets {targets[i]}; give finite numbers, or NaN "
+            "where one is missing"
         )
 
 

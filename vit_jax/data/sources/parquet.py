@@ -62,6 +62,7 @@ class ParquetSource(Numbered):
       starts: split -> its first row, counted over all files.
       image_key: column of the images.
       label_key, caption_key, mask_key: columns; None or "" if they are not read.
+      target_names: columns of the targets; () if targets are not read.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ParquetSource(Numbered):
     mask_key: str
     class_names: tuple[str, ...]
     numbering: splits.Numbering
+    target_names: tuple[str, ...] = ()
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -90,6 +92,8 @@ class ParquetSource(Numbered):
             record[captions.TEXT] = captions.of_value(values[self.caption_key])
         if self.mask_key:
             record["mask"] = _mask(values[self.mask_key])
+        if self.target_names:
+            record["targets"] = [values[name] for name in self.target_names]
         if self.label_key is not None:
             record["label"] = values[self.label_key]
             if record["label"] is None:
@@ -106,13 +110,19 @@ class ParquetSource(Numbered):
         if self.caption_key:
             sums = (_caption_sum(path, self.caption_key) for path in self.files)
             more["captions"] = list(zip(names, sums, strict=True))
+        if self.target_names:
+            more["targets"] = [
+                [_label_sum(path, name) for name in self.target_names]
+                for path in self.files
+            ]
         return Entries("shards", names, labels, sizes, more)
 
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group, by name."""
         path, at = self.pieces[group]
         keys = self.image_key, self.label_key, self.caption_key, self.mask_key
-        columns = [key for key in keys if key]
+        # A column may be read as label and as target.
+        columns = list(dict.fromkeys(filter(None, (*keys, *self.target_names))))
         if _local.group != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
@@ -152,6 +162,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     for key in ("caption_key", "mask_key"):
         if getattr(data, key):
             check_known(key, [getattr(data, key)], columns, name)
+    check_known("target_key", data.targets, columns, name)
     label_key = data.label_key if data.has_labels else None
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
@@ -167,6 +178,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         mask_key=data.mask_key,
         class_names=() if label_key is None else _class_names(paths, name, label_key),
         numbering=numbering,
+        target_names=data.targets,
     )
     return small_in_memory(source, data)
 
