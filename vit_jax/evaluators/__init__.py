@@ -7,6 +7,7 @@ EVALUATORS = Registry(
     {
         "classification": "vit_jax.evaluators.classification:ClassificationConfig",
         "multi_label": "vit_jax.evaluators.multi_label:MultiLabelConfig",
+        "regression": "vit_jax.evaluators.regression:RegressionConfig",
         "real": "vit_jax.evaluators.label_sets:RealConfig",
         "objectnet": "vit_jax.evaluators.label_sets:ObjectNetConfig",
         "corruptions": "vit_jax.evaluators.corruptions:CorruptionsConfig",

@@ -77,7 +77,10 @@ def evaluate(
         model,
         config.evals,
         _data(
-            config.data, pretrained.num_classes, model.options["channels"], preprocess
+            config.data,
+            0 if pretrained.targets else pretrained.num_classes,
+            model.options["channels"],
+            preprocess,
         ),
         full_batch(config.batch_size, mesh),
         mesh,
@@ -88,6 +91,7 @@ def evaluate(
         order=TESTS,
         tower=tower,
         segment=segment,
+        targets=pretrained.targets,
     )
     check(suite.sources())
     for note in suite.notes:

@@ -72,6 +72,16 @@ class Targets:
         """Number L of outputs of the network."""
         return num_outputs(self.loss, len(self.names), len(self.levels))
 
+    def describe(self) -> str:
+        """Returns the targets with their units, such as "age in years"."""
+        pairs = zip(self.names, self.units, strict=True)
+        text = ", ".join(f"{name} in {unit}" if unit else name for name, unit in pairs)
+        more = {
+            "gaussian": ", then the logarithms of their variances",
+            "ordinal": f", logits of being above each of {len(self.levels) - 1} levels",
+        }
+        return text + more.get(self.loss, "")
+
     def decode(self, outputs: Array, xp: ModuleType = np) -> Decoded:
         """Returns the predictions that outputs stand for.
 
@@ -121,20 +131,14 @@ class Targets:
         Raises:
           UserError: the classifier has no bias.
         """
-        scale, offset = self._affine()
+        scale, offset = self.affine()
         plain = dataclasses.replace(
             self, mean=(0.0,) * len(self.names), std=(1.0,) * len(self.names)
         )
         return map_heads(params, scale, offset), plain
 
-    def standardised(self, params: dict, to: "Targets") -> dict:
-        """Returns parameters with these targets, for a run with the statistics of `to`."""
-        scale, offset = self._affine()
-        new_scale, new_offset = to._affine()
-        return map_heads(params, scale / new_scale, (offset - new_offset) / new_scale)
-
-    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the factor and the summand that take outputs, (L,), to units."""
+    def affine(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the factor and the summand, (L,), that take outputs to units."""
         mean, std = np.asarray(self.mean), np.asarray(self.std)
         if self.loss == "ordinal":
             return np.ones(self.num_outputs), np.zeros(self.num_outputs)

@@ -22,7 +22,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.models.targets import LOSSES, Targets, num_outputs
+from vit_jax.models.targets import LOSSES, Targets, map_heads, num_outputs
 from vit_jax.tasks.classification import Classification
 from vit_jax.tasks.task import ImageTask, Ratio, TaskConfig, transform
 
@@ -241,8 +241,8 @@ class Regression(Classification):
 
     def with_task_params(self, params, extra, task_params):
         """Returns a state whose classifier has the statistics of this run."""
-        known = Targets.of_json(task_params[NAME])
-        return known.standardised(params, self.targets), extra
+        (scale, offset), (to, zero) = task_params[NAME], self.targets.affine()
+        return map_heads(params, scale / to, (offset - zero) / to), extra
 
     def left_out(self, params, extra, task_params):
         return {}

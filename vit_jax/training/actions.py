@@ -269,7 +269,9 @@ class BestCheckpoint:
 
 def lower_is_better(metric: str) -> bool:
     """Returns whether lower values of a metric are better, as for losses and errors."""
-    return metric == "ece" or any(word in metric for word in ("loss", "error"))
+    if metric.split("/")[0] in ("ece", "mae", "rmse", "nll"):
+        return True
+    return any(word in metric for word in ("loss", "error"))
 
 
 class Tracing(Callback):

@@ -71,6 +71,10 @@ def export(
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
     writer, how = WRITERS[to], pretrained.preprocess
+    if pretrained.targets:
+        params, targets = pretrained.targets.in_units(pretrained.params)
+        pretrained = dataclasses.replace(pretrained, params=params, targets=targets)
+        notes.append(f"outputs of the classifier: {targets.describe()}")
     if how and how.transform and not _stores(writer, how.transform):
         plain = how.without_transform()
         notes.append(

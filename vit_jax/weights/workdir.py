@@ -15,6 +15,7 @@ from vit_jax import models
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
+from vit_jax.models.targets import Targets
 from vit_jax.weights.checkpoint_folders import (
     FOLDER,
     at_step,
@@ -42,6 +43,7 @@ class Checkpoint:
       config: the run's config, as plain dicts.
       class_names: class names in label order; empty if the data set has none.
       task_params: parameters of the task outside the network; empty unless requested.
+      targets: what the network's outputs mean if they are numbers; None for classes.
     """
 
     params: dict
@@ -52,6 +54,7 @@ class Checkpoint:
     config: dict
     class_names: tuple[str, ...]
     task_params: dict = dataclasses.field(default_factory=dict)
+    targets: Targets | None = None
 
 
 def load(
@@ -137,6 +140,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     with context:
         loaded = ocp.load(path, target)
     params, *state = [find(place, loaded) for place in places]
+    targets = stored.custom_metadata["task"].get("targets")
     task_params = {}
     if with_task:
         task_params = {name: loaded["extra"][name] for name in statistics}
@@ -153,6 +157,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
         best={},
         config=stored.custom_metadata["config"],
         class_names=tuple(map(composed, stored.custom_metadata["class_names"])),
+        targets=targets and Targets.of_json(targets),
     )
 
 
@@ -206,4 +211,5 @@ def load_pretrained(
         tokenizer=data.get("tokenizer", ""),
         start=checkpoint.config.get("init", {}).get("checkpoint", ""),
         multi_label=data.get("multi_label", False),
+        targets=checkpoint.targets,
     )

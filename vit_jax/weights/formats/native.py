@@ -1,7 +1,7 @@
 """Exported files of this project: one .safetensors with the whole checkpoint.
 
 The header has, as JSON under "vit_jax", the arguments of `models.create`, the
-preprocessing of images, the class names, and the loss. A text tower is stored under
+preprocessing of images, the class names or targets, and the loss. A text tower is stored under
 "task/", with its config and the address of its tokenizer; such a file has format version 2.
 """
 
@@ -15,6 +15,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter, text
+from vit_jax.models.targets import Targets
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -65,6 +66,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             task_params=unflatten_dict(tables.below(tensors.flat, _TASK), sep="/"),
             tokenizer=header.get("tokenizer", ""),
             multi_label=header.get("multi_label", False),
+            targets=header.get("targets") and Targets.of_json(header["targets"]),
         )
     except UserError:
         raise
@@ -90,6 +92,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "class_names": pretrained.class_names,
         "loss": pretrained.loss,
         "multi_label": pretrained.multi_label,
+        "targets": pretrained.targets and dataclasses.asdict(pretrained.targets),
     }
     parts = {"": pretrained.params}
     if pretrained.task_params.keys() & {text.TEXT, segmenter.PARAMS}:
