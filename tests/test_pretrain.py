@@ -87,6 +87,9 @@ def test_a_folder_without_labels_becomes_a_model(place, tmp_path, capsys):
     assert "held-out loss" in last and "steps" in last
     model = vit_jax.load_model(run, tell=lambda line: None)
     assert model.features([str(place / "photos/c/0.png")]).shape == (1, 16)
+    # Beside the nearest images by random weights.
+    with Image.open(run / "neighbours.jpg") as picture:
+        assert picture.width > 1_000
     # The same command does nothing more, another one is refused.
     assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
     assert "resuming with the settings chosen before" in capsys.readouterr().out
@@ -277,3 +280,36 @@ def test_adapters_and_students_of_a_teacher_are_trained(place, tmp_path):
     assert run_command("pretrain", [*words, f"--workdir={run}"]) == 0
     student = vit_jax.load_model(run, tell=lambda line: None)
     assert student.features([image]).shape == (1, 16)
+    assert (run / "neighbours.jpg").exists()  # Beside those by the teacher.
+
+
+@pytest.mark.slow
+def test_arrays_are_images_with_or_without_labels(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (60, 16, 16, 3), np.uint8)
+    labels = np.arange(60) % 3
+    pairs = (word.removeprefix("--config.").split("=") for word in TINY)
+    keys = {key: int(value) for key, value in pairs}
+    keys |= {"minutes": 0, "total_steps": 2, "tell": str}
+    result = vit_jax.pretrain(images, tmp_path / "images", **keys)
+    assert result.scores.by_step[2].keys() == {"val/loss", "rank/rankme"}
+    pairs = {"train": (images, labels), "test": (images[:20], labels[:20])}
+    result = vit_jax.pretrain(pairs, tmp_path / "pairs", **keys)
+    assert result.count == 48  # A fifth is held out; "test" is not read.
+    assert 0 <= result.scores.by_step[2]["knn/top1"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("photos", "message"),
+    [
+        (np.zeros((60, 16), np.uint8), r"images=uint8 \(60, 16\)"),
+        (
+            (np.zeros((60, 16, 16), np.uint8), np.zeros(3, int)),
+            "60 images, but 3 labels",
+        ),
+        ({"val": np.zeros((60, 16, 16), np.uint8)}, "no 'train' among val"),
+    ],
+)
+def test_arrays_that_are_not_images_are_refused(tmp_path, photos, message):
+    with pytest.raises(UserError, match=message):
+        vit_jax.pretrain(photos, tmp_path)

@@ -201,7 +201,12 @@ def finetune(
 
 @_checked
 def pretrain(
-    photos: str | os.PathLike | Sequence[str | os.PathLike],
+    photos: str
+    | os.PathLike
+    | Sequence[str | os.PathLike]
+    | np.ndarray
+    | Arrays
+    | Mapping[str, np.ndarray | Arrays],
     workdir: str | os.PathLike | None = None,
     *,
     model: str | os.PathLike = "",
@@ -223,7 +228,9 @@ def pretrain(
     Args:
       photos: a folder of images at any depth, a table of paths (CSV, TSV, JSON Lines,
         Parquet), a tar shard or a folder of them, the name of a data set, such as
-        "owner/name" on the Hugging Face hub; or a list of them.
+        "owner/name" on the Hugging Face hub; or a list of them. Or an array of images
+        (see `train`), a pair (images, labels), whose labels are only for k-NN, or a
+        dict of these by split name.
       workdir: folder of the run, which `load_model` can open. If None, a folder under
         runs/pretrain that depends on the images, the method and the weights only.
       model: weights to start from, see `load_model`; if empty, random ones.
@@ -255,7 +262,11 @@ def pretrain(
       >>> sorted(result.scores.by_step)
       [0, 2]
     """
+    arrays, with_labels = _images(photos)
     folders = photos if isinstance(photos, list | tuple) else [photos]
+    if arrays:
+        folders = [IN_MEMORY]
+        labels = labels or (IN_MEMORY if with_labels else "")
     teachers = teacher if isinstance(teacher, list | tuple) else [teacher]
     take = lambda name, one: arguments.take(name, fields.Key(help=""), one, "")
     teachers = [take("teacher", each) for each in teachers if each]
@@ -265,20 +276,21 @@ def pretrain(
     given = workdir or default_workdir(
         "pretrain", method, model, ",".join(teachers), *places
     )
-    return pretraining.pretrain(
-        places,
-        given,
-        model=model,
-        method=method,
-        teachers=teachers,
-        variant=variant,
-        labels=labels,
-        lora=lora,
-        minutes=minutes,
-        overrides=overrides,
-        callbacks=callbacks,
-        say=tell,
-    )
+    with _opened(arrays, ()):
+        return pretraining.pretrain(
+            places,
+            given,
+            model=model,
+            method=method,
+            teachers=teachers,
+            variant=variant,
+            labels=labels,
+            lora=lora,
+            minutes=minutes,
+            overrides=overrides,
+            callbacks=callbacks,
+            say=tell,
+        )
 
 
 @_checked
@@ -417,6 +429,25 @@ def _arrays(
             raise UserError(f"data {name}={what}: give a pair (images, labels)")
         check_pair(f"data {name}: ", *pair, class_names)
     return arrays
+
+
+def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
+    """Returns images and labels by split, and whether all have labels.
+
+    Labels that are not given are 0. The dict is empty if `photos` are not arrays.
+    """
+    is_pair = isinstance(photos, tuple | list) and any(
+        isinstance(one, np.ndarray) for one in photos
+    )
+    if not is_pair and not isinstance(photos, Mapping | np.ndarray):
+        return {}, False
+    given = photos if isinstance(photos, Mapping) else {"train": photos}
+    alone = {name for name, one in given.items() if isinstance(one, np.ndarray)}
+    pairs = {
+        name: (one, np.zeros(len(one), np.int32)) if name in alone else one
+        for name, one in given.items()
+    }
+    return _arrays(pairs, "train", ()), not alone
 
 
 def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):

@@ -55,8 +55,9 @@ class Result:
       scores: scores before the first step and after each evaluation.
       count: number of training images.
       started: whether the run started from weights.
-      picture: path of the picture of nearest neighbours by the starting and the trained
-        weights; "" without starting weights, and with several processes.
+      picture: path of the picture of nearest neighbours by the trained weights, beside
+        those by the starting weights, the teacher or random weights; "" with several
+        processes.
       adapter: folder of the adapter in PEFT's format; "" without `lora`.
     """
 
@@ -103,55 +104,73 @@ def pretrain(
     config, done = settings.train(request, choose, workdir, (follow, *callbacks))
     found = scores.read(workdir, config)
     result = Result(done, workdir, found, done["examples"], bool(model))
-    if not model or jax.process_count() > 1:  # No process has all the parameters.
+    if jax.process_count() > 1:  # No process has all the parameters.
         return result
     trained = weights.open_pretrained(workdir, with_task=bool(lora))
     return dataclasses.replace(
         result,
-        picture=_draw_neighbours(config, model, trained, workdir, say),
+        picture=_draw_neighbours(config, request, trained, workdir),
         adapter=_write_adapter(trained, workdir, say) if lora else "",
     )
 
 
 def _draw_neighbours(
-    config: TrainConfig,
-    start: str,
-    trained: Pretrained,
-    workdir: str,
-    say: Callable[[str], None],
+    config: TrainConfig, request: "_Request", trained: Pretrained, workdir: str
 ) -> str:
-    """Draws nearest images by the starting and by the trained weights.
+    """Draws nearest images by the trained weights, and by those it is compared with.
 
     They are the images whose rank of features is measured.
 
     Returns:
-      The path of the picture; "" if the starting weights are gone, or if no features
-      of unlabelled images are evaluated.
+      The path of the picture; "" if the other weights are gone, or if no features of
+      unlabelled images are evaluated.
     """
     split = next((e.split for e in config.evals.values() if e.kind == "rank"), "")
     if not split:  # The user removed the evaluation of features.
         return ""
     source = open_source(config.data, split)
     try:
-        before = weights.open_pretrained(start, with_task=False)
+        other, title = _compared_with(config, request, trained)
     except UserError as error:  # A run that resumed does not need them.
-        say(f"no picture of neighbours is drawn: {error}")
+        request.say(f"no picture of neighbours is drawn: {error}")
         return ""
     how = weights.preprocessing_of(trained)
+    # A teacher sees images at its size.
+    others = weights.preprocessing_of(other) if request.teachers else how
     left_out = lambda name, why: None  # The evaluations warn of it.
-    found = [
-        of_split(source, Extractor(each, how).features, on_unreadable=left_out)
-        for each in (before, trained)
+    vectors = [
+        of_split(source, Extractor(*pair).features, on_unreadable=left_out)
+        for pair in ((other, others), (trained, how))
     ]
-    numbers = found[0].numbers
+    numbers = vectors[0].numbers
     picture = neighbours.neighbours_figure(
         lambda i: how.read(source[int(numbers[i])]["image"]),
-        found[0].features,
-        found[1].features,
+        vectors[0].features,
+        vectors[1].features,
+        titles=("photograph", f"nearest {title}", "nearest after training"),
     )
     path = os.path.join(workdir, PICTURE)
     neighbours.write(path, picture)
     return path
+
+
+def _compared_with(
+    config: TrainConfig, request: "_Request", trained: Pretrained
+) -> tuple[Pretrained, str]:
+    """Returns the starting weights, or the teacher, or random ones, and their title.
+
+    Raises:
+      UserError: the weights cannot be read.
+    """
+    if request.model:
+        before = weights.open_pretrained(request.model, with_task=False)
+        return before, "before training"
+    if request.teachers:
+        teacher = weights.open_pretrained(request.teachers[0], with_task=False)
+        return teacher, "by the teacher"
+    network = models.create(**trained.options)
+    params = jax.device_get(network.init(jax.random.key(config.seed)))
+    return dataclasses.replace(trained, params=params), "by random weights"
 
 
 def _write_adapter(
