@@ -39,7 +39,9 @@ _LEGEND_LETTER = 0.08  # Width of a letter in the legend, in inches.
 _TICK_LETTERS = 60  # Number of letters beyond which tick labels are slanted.
 _LONGEST = 56  # Maximum number of characters in a legend entry.
 # Most classes of a confusion matrix with names, and with counts in the cells.
-_NAMED_CLASSES, _COUNTED_CLASSES = 40, 15
+_NAMED_CLASSES, _COUNTED_CLASSES = 100, 20
+_LONGEST_CLASS = 22  # Maximum number of characters in the name of a class.
+_LONGEST_COUNT = 9_999  # Larger counts are shown in percent.
 
 PAPER, INK, GRID = "#ffffff", "#1b1b1b", "#d0d0d0"
 
@@ -405,8 +407,13 @@ def _save(figure: "Figure", form: str, **options) -> bytes:
 
 def _figure_size(picture: Chart | Matrix) -> tuple[float, float]:
     if isinstance(picture, Matrix):
-        side = min(9.0, max(4.0, 0.32 * len(picture.classes) + 2.0))
-        return side + 0.6, side
+        cell, letter = _matrix_sizes(picture)
+        longest = max(len(_short(name, _LONGEST_CLASS)) for name in picture.classes)
+        named = len(picture.classes) <= _NAMED_CLASSES
+        labels = longest * named * letter / 72 * 0.62
+        side = len(picture.classes) * cell
+        title = 0.3 * bool(picture.title)
+        return labels + max(side, 2.8) + 0.5, labels + side + 0.8 + title
     rows = -(-len(picture.series) // _legend_columns(picture))
     return WIDTH, _HEIGHT + _LEGEND_LINE * rows
 
@@ -495,29 +502,52 @@ def _draw_series(axes, series: Series) -> None:
         )
 
 
+def _matrix_sizes(matrix: Matrix) -> tuple[float, float]:
+    """Returns the side of a cell in inches, and the size of letters in points."""
+    count = len(matrix.classes)
+    if count > _NAMED_CLASSES:
+        return max(0.01, 9 / count), 9
+    if count > 40:
+        return 0.14, 8.5
+    return (0.23, 9) if count > _COUNTED_CLASSES else (0.42, 10)
+
+
 def _draw_matrix(figure: "Figure", matrix: Matrix) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgb
+
     axes = figure.add_subplot()
     counts = np.array(matrix.counts, float)
-    totals = counts.sum(1, keepdims=True)
     # Rows of classes without examples stay blank.
-    empty = np.full_like(counts, np.nan)
-    shares = np.divide(counts, totals, out=empty, where=totals > 0)
-    shown = axes.imshow(100 * shares, cmap=_COLORMAP, vmin=0, vmax=100)
-    figure.colorbar(shown, ax=axes, label="% of the true class", shrink=0.8)
-    places = range(len(matrix.classes))
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    rows, columns = np.nonzero(counts)
+    # The colour is transparent, so that the figure suits light and dark pages. Rare
+    # mistakes must be visible too.
+    opacity = 0.15 + 0.85 * shares[rows, columns]
+    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
+    cells = np.stack([columns, rows], 1)[:, None] + corners
+    colours = [(*to_rgb(COLOURS[0]), alpha) for alpha in opacity]
+    axes.add_collection(PolyCollection(cells, facecolors=colours, linewidths=0))
+    last, letter = len(matrix.classes) - 0.5, _matrix_sizes(matrix)[1]
+    axes.set(xlim=(-0.5, last), ylim=(last, -0.5), aspect="equal")
+    axes.tick_params(length=0)
     if len(matrix.classes) <= _NAMED_CLASSES:
-        names = [_short(name, 18) for name in matrix.classes]
-        axes.set_xticks(places, names, rotation=90, fontsize=8)
-        axes.set_yticks(places, names, fontsize=8)
+        names = [_short(name, _LONGEST_CLASS) for name in matrix.classes]
+        places = range(len(names))
+        axes.set_xticks(places, names, rotation=90, fontsize=letter)
+        axes.set_yticks(places, names, fontsize=letter)
+        edges = np.arange(-0.5, last + 1)
+        axes.hlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
+        axes.vlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
     if len(matrix.classes) <= _COUNTED_CLASSES:
-        for i, row in enumerate(shares):
-            for j, share in enumerate(row):
-                text = "" if np.isnan(share) else f"{counts[i, j]:.0f}"
-                ink = "#000000" if share > 0.55 else "#fefefe"
-                axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=7)
+        as_counts = counts.max(initial=0) <= _LONGEST_COUNT
+        for i, j, alpha in zip(rows, columns, opacity, strict=True):
+            text = f"{counts[i, j]:.0f}" if as_counts else f"{100 * shares[i, j]:.0f}%"
+            ink = PAPER if alpha > 0.55 else INK
+            axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=8)
     axes.spines[:].set_visible(False)
     axes.set_title(matrix.title)
-    axes.set_xlabel("predicted class")
+    axes.set_xlabel("predicted class\n(colour: fraction of the true class)")
     axes.set_ylabel("true class")
 
 

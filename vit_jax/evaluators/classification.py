@@ -23,7 +23,10 @@ _MAX_CLASSES = 2_000  # A confusion matrix with more would be gigabytes, and unr
 class ClassificationConfig(ModelClassesConfig):
     """Accuracy, loss and calibration of a classifier."""
 
-    fractions: ClassVar = ("top1", "top5", "ece", "balanced_accuracy", "macro_f1")
+    fractions: ClassVar = (
+        *("top1", "top5", "ece", "balanced_accuracy", "macro_f1"),
+        *("worst_class_recall", "majority_baseline"),
+    )
 
     kind: str = key("classification", "Kind of evaluation.")
     split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
@@ -77,8 +80,9 @@ def score(
     """Scores predictions against one label each.
 
     The metrics are top1, top5 (with more than five classes), loss (nats), ece,
-    balanced_accuracy (mean accuracy of the classes that occur), macro_f1 (mean of their
-    F1 scores) and examples. If `allowed` is not (), only these classes are predicted,
+    balanced_accuracy (mean accuracy of the classes that occur), worst_class_recall (the
+    lowest of these accuracies), macro_f1 (mean of their F1 scores), majority_baseline
+    (the accuracy of always predicting the most frequent class) and examples. If `allowed` is not (), only these classes are predicted,
     and their number is a metric too. There is a confusion matrix for up to 2,000
     classes.
     """
@@ -96,11 +100,14 @@ def score(
     metrics = {"top1": mean(right[:, 0])}
     if num_classes > tops.shape[1]:
         metrics["top5"] = mean(right.any(1))
+    recalls = hits / np.maximum(counts, 1)
     metrics |= {
         "loss": mean(answers.losses),
         "ece": calibration_error(answers.confidence, right[:, 0]),
-        "balanced_accuracy": mean(hits / np.maximum(counts, 1), occurs),
+        "balanced_accuracy": mean(recalls, occurs),
+        "worst_class_recall": float(recalls[occurs].min()),
         "macro_f1": mean(2 * hits / np.maximum(counts + predicted, 1), occurs),
+        "majority_baseline": float(counts.max() / len(labels)),
         "examples": len(labels),
     }
     if allowed:

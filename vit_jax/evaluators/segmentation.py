@@ -182,7 +182,8 @@ def score(
     Returns:
       miou, the mean intersection over union of the classes that occur or are predicted;
       pixel_accuracy; mean_accuracy, the mean over the classes that occur of the
-      fraction of right pixels; examples; iou/CLASS for up to 200 classes. And the
+      fraction of right pixels; majority_baseline, the pixel accuracy of always
+      predicting the most frequent class; examples; iou/CLASS for up to 200 classes. And the
       confusion matrix.
 
     Raises:
@@ -201,6 +202,7 @@ def score(
         "miou": float(np.mean([*iou.values()])),
         "pixel_accuracy": float(right.sum() / true.sum()),
         "mean_accuracy": float((right[occurs] / true[occurs]).mean()),
+        "majority_baseline": float(true.max() / true.sum()),
         "examples": images,
     }
     if skipped:

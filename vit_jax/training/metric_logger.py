@@ -176,7 +176,8 @@ class MetricLogger(Callback):
         for writer in self._writers:
             writer.flush()
         self.info(
-            f"step {step}/{self._run.setup.total_steps}  {run_report.scores_line(scores)}"
+            f"step {step}/{self._run.setup.total_steps}  "
+            + run_report.scores_line(scores, self._run.config.checkpoint.best_metric)
         )
         self._run.notify("evaluate", step, run_report.flatten_scores(scores))
 

@@ -18,6 +18,17 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.metric_names import fewer_images, is_accuracy, text
 
 FILE = "report.json"
+# Titles of the metrics that the lines of evaluations show, each a fraction.
+_QUOTED = {"top1": "top-1", "map": "mAP", "miou": "mean IoU"}
+_BALANCED = "balanced_accuracy"
+_COLUMNS = {"top1": "top-1", "loss": "loss"}  # Of the table at the end of a run.
+_UNEVEN_COLUMNS = {
+    _BALANCED: "balanced",
+    "worst_class_recall": "worst",
+    "top1": "top-1",
+    "majority_baseline": "majority",
+    "loss": "loss",
+}
 
 
 def params_sha256(params: dict) -> str:
@@ -98,22 +109,39 @@ def flatten_scores(scores: dict) -> dict[str, float]:
     }
 
 
-def scores_line(scores: dict) -> str:
-    """Returns one line with accuracies, mean IoUs, or else losses of evaluations.
+def scores_line(scores: dict, best_metric: str = "") -> str:
+    """Returns one line with the accuracies, or else the losses, of evaluations.
 
-    Of an evaluation that has none of these, the first metric is shown.
+    Mean average precisions and mean IoUs count as accuracies. Of an evaluation that has
+    none of these, the first metric is shown.
+
+    Args:
+      scores: metrics by name, by set of parameters, by evaluation.
+      best_metric: `checkpoint.best_metric`. A balanced accuracy is shown first, with
+        the recall of the worst class, and accuracies with that of always predicting the
+        most frequent class.
     """
     flat = flatten_scores(scores)
-    tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
-    losses = [
-        f"{k[:-5]} {v:.4f}"
-        for k, v in flat.items()
-        if k.endswith("/loss") and k[:-5] not in tops
+    uneven = best_metric.endswith(f"/{_BALANCED}")
+    parts = {"balanced accuracy: ": _balanced(flat) if uneven else []}
+    for metric, title in _QUOTED.items():
+        parts[f"{title}: "] = [
+            f"{name.removesuffix(f'/{metric}')} {value:.2%}"
+            + _baseline(name, flat) * (uneven and metric == "top1")
+            for name, value in flat.items()
+            if name.endswith(f"/{metric}")
+        ]
+    parts["top-1: "] += [
+        f"{name} {value:.2%}{fewer_images(name, flat)}"
+        for name, value in flat.items()
+        if is_accuracy(name)
     ]
-    tops |= {k: v for k, v in flat.items() if is_accuracy(k)}
-    tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
-    ious = [f"{k[:-5]} {v:.2%}" for k, v in flat.items() if k.endswith("/miou")]
-    parts = {"top-1: ": tops, "mean IoU: ": ious, "loss: ": losses}
+    parts["loss: "] = [
+        f"{name}/{kind} {values['loss']:.4f}"
+        for name, kinds in scores.items()
+        for kind, values in kinds.items()
+        if "loss" in values and not any(metric in values for metric in _QUOTED)
+    ]
     parts[""] = [
         f"{name}/{kind}/{metric} {text(metric, values[metric])}"
         for name, kinds in scores.items()
@@ -124,9 +152,28 @@ def scores_line(scores: dict) -> str:
     return "  ".join(name + ", ".join(part) for name, part in parts.items() if part)
 
 
+def _balanced(flat: dict[str, float]) -> list[str]:
+    """Returns balanced accuracies, each with the recall of the worst class."""
+    shown = []
+    for name, value in flat.items():
+        if name.endswith(f"/{_BALANCED}"):
+            prefix = name.removesuffix(_BALANCED)
+            worst = flat.get(f"{prefix}worst_class_recall")
+            more = "" if worst is None else f" (worst class {worst:.2%})"
+            shown.append(f"{prefix[:-1]} {value:.2%}{more}")
+    return shown
+
+
+def _baseline(name: str, flat: dict[str, float]) -> str:
+    """Returns the accuracy of the most frequent class beside that with the name."""
+    value = flat.get(f"{name.removesuffix('top1')}majority_baseline")
+    return "" if value is None else f" (most frequent class alone {value:.2%})"
+
+
 def _is_quoted(metric: str) -> bool:
     """Returns whether `scores_line` prefers a metric to the first one."""
-    return metric.split("/")[-1] in ("top1", "loss", "miou") or is_accuracy(metric)
+    name = metric.split("/")[-1]
+    return name in (*_QUOTED, "loss") or is_accuracy(metric)
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
@@ -154,16 +201,22 @@ def format_report(report: dict) -> str:
         ("params sha256", report["params_sha256"]),
     ]
     lines = [f"{name:<14} {value}" for name, value in head]
+    if not report["final"]:
+        return "\n".join(lines)
+    columns = _COLUMNS
+    if (report.get("best") or {}).get("metric", "").endswith(f"/{_BALANCED}"):
+        columns = _UNEVEN_COLUMNS
     kinds = [scores for each in report["final"].values() for scores in each.values()]
-    columns = f" {'top-1':>8} {'loss':>8}" if any("top1" in x for x in kinds) else ""
-    lines += ["", f"{'evaluation':<14} {'parameters':<10}{columns}"]
+    head = "".join(f" {title:>8}" for title in columns.values())
+    head *= any("top1" in scores for scores in kinds)
+    lines += ["", f"{'evaluation':<14} {'parameters':<10}{head}"]
     for name, kinds in report["final"].items():
         for kind, scores in kinds.items():
-            lines.append(f"{name:<14} {kind:<10} {_scores(scores)}")
+            lines.append(f"{name:<14} {kind:<10} {_scores(scores, columns)}")
     return "\n".join(lines)
 
 
-def _scores(scores: dict[str, float]) -> str:
+def _scores(scores: dict[str, float], columns: dict[str, str]) -> str:
     """Returns one evaluation as text: accuracy and loss, or else other metrics."""
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if is_accuracy(k)}
@@ -173,8 +226,12 @@ def _scores(scores: dict[str, float]) -> str:
         return "  ".join(
             f"{k} {text(k, v)}{fewer_images(k, scores)}" for k, v in shown.items()
         )
-    loss = f" {scores['loss']:>8.4f}" if "loss" in scores else ""
-    return f"{scores['top1']:>8.2%}{loss}"
+    cells = {
+        name: f"{scores[name]:.4f}" if name == "loss" else f"{scores[name]:.2%}"
+        for name in columns
+        if name in scores
+    }
+    return " ".join(f"{cells.get(name, ''):>8}" for name in columns).rstrip()
 
 
 def compute_record(

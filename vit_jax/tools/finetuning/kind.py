@@ -54,7 +54,6 @@ class Result:
       metric: "top1"; "map" if images have several labels; "miou" if they have masks.
       scores: scores of the best checkpoint by metric, for averaged parameters if the
         run has them.
-        has them.
       examples: number of images that were scored.
       looks: number of evaluations on these images from which the best was chosen.
       workdir: workdir of the run, which every command accepts as a model.
@@ -85,6 +84,13 @@ class Result:
     @property
     def score(self) -> float:
         return self.scores[self.metric]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether classes have so unequal numbers of images that accuracy misleads."""
+        counts = [count for count in self.counts.values() if count]
+        uneven = bool(counts) and max(counts) > rule.UNEVEN * min(counts)
+        return uneven or self.chosen_by == "balanced_accuracy"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -149,6 +155,9 @@ class Kind(Protocol):
         """Returns lines with commands to continue with."""
 
     def write_page(
-        self, config: TrainConfig, workdir: str, split: str, headline: str
+        self, config: TrainConfig, result: Result, score: str
     ) -> tuple[str, list[str]]:
-        """Writes the page of mistakes; returns its path and `Result.worst`."""
+        """Writes the page of a run; returns its path and `Result.worst`.
+
+        page.py has the parts that all pages share. `score` is the score as a sentence.
+        """

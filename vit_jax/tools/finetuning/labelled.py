@@ -50,7 +50,7 @@ class Labels:
         labels = None if self.multi_label else read_labels(source).tolist()
         images = rule.look_at(source, labels, splits.config.max_megapixels)
         data = {"num_classes": classes}
-        if images.uneven >= rule.UNEVEN and not self.multi_label:
+        if images.uneven > rule.UNEVEN and not self.multi_label:
             data["class_balance"] = "sqrt"
         return Seen(images, data, {})
 
@@ -89,14 +89,20 @@ class Labels:
         )
 
     def headline(self, result: Result) -> str:
-        what = "mean average precision" if self.multi_label else "accuracy"
-        line = f"{what} {result.score:.2%}"
-        if result.interval:
-            low, high = result.interval
-            wider = f", for the best of {result.looks} evaluations" * (result.looks > 1)
-            line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
-        if result.chosen_by == "balanced_accuracy":
-            line = f"balanced accuracy {result.scores[result.chosen_by]:.2%}, {line}"
+        if self.multi_label:
+            return f"mean average precision {result.score:.2%}"
+        low, high = result.interval
+        wider = f", for the best of {result.looks} evaluations" * (result.looks > 1)
+        line = (
+            f"accuracy {result.score:.2%} (95 % interval {low:.2%} to {high:.2%}{wider}"
+            f"{_baseline(result)})"
+        )
+        if result.is_uneven:
+            scores = result.scores
+            line = (
+                f"balanced accuracy {scores['balanced_accuracy']:.2%}, recall of the "
+                f"worst class {scores['worst_class_recall']:.2%}, {line}"
+            )
         return line
 
     def notes(self, result: Result) -> list[str]:
@@ -124,10 +130,21 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
-        page, answers = report.write(config, workdir, split, headline)
+    def write_page(self, config, result, score) -> tuple[str, list[str]]:
+        page, answers = report.write(config, result, score)
         worst = [
             f"{each.name} {each.recall:.1%} of {each.images:,}"
             for each in answers.least_recalled(_WORST)
         ]
         return page, [f"worst:     recall of {', '.join(worst)}"] * bool(worst)
+
+
+def _baseline(result: Result) -> str:
+    """Returns the accuracy of always predicting the most frequent class."""
+    if not result.counts:
+        share = result.scores.get("majority_baseline")
+        name = "the most frequent class"
+    else:
+        name = max(result.counts, key=result.counts.__getitem__)
+        share = result.counts[name] / sum(result.counts.values())
+    return "" if share is None else f"; always {name}: {share:.2%}"

@@ -1,7 +1,6 @@
-"""The HTML page of mistakes of a network that classifies pixels.
+"""The HTML page of a network that classifies pixels, with its mistakes.
 
-It is one file that loads no other files. It contains thumbnails of the images, so it is
-as private as they are. Letters: H by W pixels, L classes.
+page.py has the parts that it shares with the pages of other annotations. Letters: H by W pixels, L classes.
 """
 
 import heapq
@@ -9,19 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from etils import epath
 from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax import weights
-from vit_jax.command_line.files import replace_text
 from vit_jax.data import display, masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_source
 from vit_jax.evaluators import label_maps, segmentation
-from vit_jax.tools.finetuning import report
-from vit_jax.tools.report import templates
+from vit_jax.tools.finetuning import confusion, page
+from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 
@@ -48,10 +45,10 @@ class Triple(NamedTuple):
     predicted: LabelMap
 
 
-def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
+def write(config: TrainConfig, result: Result, score: str) -> str:
     """Writes the page of a run and returns its path; for arguments see `report.write`."""
-    pretrained = weights.open_pretrained(workdir, with_task=True)
-    data, how = config.data, config.evals[split]
+    pretrained = weights.open_pretrained(result.workdir, with_task=True)
+    data, how = config.data, config.evals[result.split]
     source = open_source(data, how.split)
     classifier = label_maps.PixelClassifier(
         pretrained,
@@ -98,24 +95,23 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
         }
         for one in worst
     ]
-    title = report.title_of(config, headline)
-    page = render(title, total, classifier.class_names, colors, images)
-    path = epath.Path(workdir) / report.FILE
-    replace_text(path, page)
-    return str(path)
+    names = classifier.class_names
+    curves = {"miou": "mean IoU", "pixel_accuracy": "pixel accuracy"}
+    what = f"{len(names):,} classes of pixels"
+    common = page.common(config, result, score, what, curves)
+    values = contents(total, names, colors, images)
+    return page.write("finetuning/mask_page.html", common, result.workdir, **values)
 
 
-def render(
-    title: str,
+def contents(
     counts: Integer[np.ndarray, "L L"],
     names: Sequence[str],
     colors: UInt8[np.ndarray, "L 3"],
     images: Sequence[dict],
-) -> str:
-    """Returns the page.
+) -> dict:
+    """Returns the variables of the page.
 
     Args:
-      title: title of the page.
       counts: number of pixels of each true class (rows) and predicted class (columns).
       names: names of the classes.
       colors: red, green and blue of each class.
@@ -131,7 +127,7 @@ def render(
         )
     order = sorted(range(len(names)), key=lambda k: np.nan_to_num(shares[0][k], nan=2))
     rows = tuple(
-        (names[k], *(report.percent(column[k]) for column in shares)) for k in order
+        (names[k], *(page.percent(column[k]) for column in shares)) for k in order
     )
     wrong = counts - np.diag(right)
     pairs = [divmod(int(i), len(names)) for i in np.argsort(-wrong, axis=None)[:_PAIRS]]
@@ -139,7 +135,7 @@ def render(
         (
             names[i],
             names[j],
-            report.percent(wrong[i, j] / true[i]),
+            page.percent(wrong[i, j] / true[i]),
             f"{wrong[i, j]:,}",
         )
         for i, j in pairs
@@ -147,17 +143,16 @@ def render(
     )
     head = ("class", "IoU", "fraction of pixels", "recall", "precision")
     confused_head = ("true class", "predicted as", "fraction of the class", "pixels")
-    return templates.render(
-        "finetuning/mask_page.html",
-        title=title,
-        legend=[
+    return {
+        "legend": [
             (name, "#" + bytes(color).hex())
             for name, color in zip(names, colors, strict=True)
         ],
-        classes=Table("Scores of the classes", head, rows),
-        confused=Table("Confused classes", confused_head, confused, labels=2),
-        images=images,
-    )
+        "classes": Table("Scores of the classes", head, rows),
+        "confusion": page.draw(confusion.matrix(counts, names)),
+        "confused": Table("Confused classes", confused_head, confused, labels=2),
+        "images": images,
+    }
 
 
 def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, str]]:
@@ -178,4 +173,4 @@ def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, s
         "true mask": over(one.labels),
         "predicted mask": over(one.predicted),
     }
-    return [(name, report.jpeg_url(picture)) for name, picture in named.items()]
+    return [(name, page.jpeg_url(picture)) for name, picture in named.items()]

@@ -121,8 +121,11 @@ class Masks:
 
     def headline(self, result: Result) -> str:
         right = result.scores["pixel_accuracy"]
+        most = result.scores["majority_baseline"]
         line = f"mean IoU {result.score:.2%}, pixel accuracy {right:.2%}"
-        return line + " (without an interval)"
+        return (
+            f"{line} (without an interval; always the most frequent class: {most:.2%})"
+        )
 
     def notes(self, result: Result) -> list[str]:
         """Returns a line about the worst classes."""
@@ -143,8 +146,8 @@ class Masks:
             f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
         ]
 
-    def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
-        return mask_report.write(config, workdir, split, headline), []
+    def write_page(self, config, result, score) -> tuple[str, list[str]]:
+        return mask_report.write(config, result, score), []
 
 
 def _classes_of(

@@ -130,6 +130,30 @@ class Answers:
         """Returns the images with the highest losses, highest first."""
         return np.argsort(-self.losses, kind="stable")[:most].tolist()
 
+    def right_answers(self) -> list[int]:
+        """Returns the images with a right prediction, one of each class in turn."""
+        right = np.flatnonzero((self.predicted == (self.labels > 0)).all(1))
+        seen: dict[bytes, int] = {}
+        turns = []
+        for i in right:
+            label = self.labels[i].tobytes()
+            turns.append(seen.setdefault(label, 0))
+            seen[label] += 1
+        return right[np.argsort(turns, kind="stable")].tolist()
+
+    def confusion(self) -> Integer[np.ndarray, "K K"] | None:
+        """Returns the number of images by true (row) and predicted class, (K, K).
+
+        None for several labels.
+        """
+        if not self.one_each:
+            return None
+        from sklearn import metrics
+
+        classes = np.arange(len(self.class_names))
+        true, predicted = self.labels.argmax(1), self.logits.argmax(1)
+        return metrics.confusion_matrix(true, predicted, labels=classes)
+
     def confusions(self, most: int) -> list[Confusion]:
         """Returns the most confused pairs of classes; none for several labels."""
         if not self.one_each:

@@ -1,65 +1,53 @@
-"""The HTML page of mistakes of a fine-tuned network, with the photographs.
+"""The HTML page of a network that was fine-tuned on labels, with its mistakes.
 
-It is one file that loads no other files. It contains thumbnails of the images, so it is
-as private as they are.
+page.py has the parts that it shares with the pages of other annotations.
 """
 
-import base64
 import dataclasses
 import functools
 import importlib.util
-import io
-import math
-import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from etils import epath
 from jaxtyping import Integer
-from PIL import Image
 
 from vit_jax import weights
-from vit_jax.command_line.files import replace_text
-from vit_jax.data import bands, pipeline
+from vit_jax.data import pipeline
 from vit_jax.data.config import DataConfig
-from vit_jax.data.decode import DamagedImage
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.distributed import compilation
 from vit_jax.evaluators.splits import Subset
 from vit_jax.models import patches
-from vit_jax.tools.finetuning import mistakes
+from vit_jax.tools.finetuning import confusion, mistakes, page
+from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.finetuning.mistakes import Answers
 from vit_jax.tools.near_duplicates import scan
-from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import surgery
 from vit_jax.weights.network_images import network_input
 
-FILE = "report.html"
-_SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6
-_SIDE = 112  # Side of a thumbnail on the page, in pixels.
+_TEMPLATE = "finetuning/page.html"
+_SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6  # Most images, pairs of classes, images of a pair.
+_LEAST_LOSS = 0.005  # In nats; less is shown as 0.
 _COMPARED = 20_000  # Maximum number of training images to check for doubtful labels.
 
 
-def write(
-    config: TrainConfig, workdir: str, split: str, headline: str
-) -> tuple[str, Answers]:
+def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers]:
     """Writes the page of a run; returns its path and the outputs that it shows.
 
     Args:
       config: config of the run.
-      workdir: workdir of the run, whose best checkpoint is evaluated.
-      split: evaluation whose images are shown: "val" or "test".
-      headline: score as a sentence, for the title.
+      result: result of the run, whose best checkpoint is evaluated again.
+      score: score as a sentence.
     """
-    pretrained = weights.open_pretrained(workdir)
+    pretrained = weights.open_pretrained(result.workdir)
     data, one_each = config.data, not config.data.multi_label
     # Images are prepared as in the evaluations of the run.
     how = Preprocess(image_size=data.image_size, mean=data.mean, std=data.std)
@@ -74,7 +62,7 @@ def write(
         return outputs["logits"], outputs["pre_logits"]
 
     forward = functools.partial(step, jax.device_put(params))
-    source = open_source(data, config.evals[split].split)
+    source = open_source(data, config.evals[result.split].split)
     seen = _evaluate(forward, data, source, config.batch_size)
     numbered = tuple(f"class {k}" for k in range(data.num_classes))
     names = tuple(pretrained.class_names or source.class_names or numbered)
@@ -82,19 +70,32 @@ def write(
         np.eye(data.num_classes, dtype=int)[seen.labels] if one_each else seen.labels
     )
     answers = Answers(seen.logits, labels, names, one_each)
+    train = open_source(data, data.split)
+    trained = train.known_labels()
     doubts = None
     if one_each:
-        train = open_source(data, data.split)
         most = num_checked(config, len(train))
         if len(train) > most:
             train = Subset(train, np.linspace(0, len(train) - 1, most).astype(int))
         seen_in_training = _evaluate(forward, data, train, config.batch_size)
         doubts = _doubts(seen_in_training, train, names)
-    title = title_of(config, headline)
-    page = render(title, answers, source, seen.records, *_twins(config), doubts)
-    path = epath.Path(workdir) / FILE
-    replace_text(path, page)
-    return str(path), answers
+    what = f"{len(names):,} {'classes' if one_each else 'tags'}"
+    common = page.common(config, result, score, what, _curves(result))
+    values = contents(answers, source, seen.records, trained)
+    num_twins, dedup_command = _twins(config)
+    values |= {"num_twins": num_twins, "dedup_command": dedup_command}
+    values |= {"doubts": doubts, "split": result.split}
+    return page.write(_TEMPLATE, common, result.workdir, **values), answers
+
+
+def _curves(result: Result) -> dict[str, str]:
+    """Returns the metrics whose curves are drawn, with descriptions."""
+    if result.metric == "map":
+        return {"map": "mean average precision"}
+    accuracy = {"top1": "accuracy"}
+    if result.is_uneven:
+        return {"balanced_accuracy": "balanced accuracy"} | accuracy
+    return accuracy
 
 
 def num_checked(config: TrainConfig, count: int) -> int:
@@ -105,73 +106,103 @@ def num_checked(config: TrainConfig, count: int) -> int:
     return min(_COMPARED, config.num_steps(count) * config.batch_size // 3)
 
 
-def title_of(config: TrainConfig, headline: str) -> str:
-    """Returns the title of a page: the score, the network and its initial weights."""
-    network = f"{config.model.variant} from {config.init.checkpoint}"
-    return f"{headline[0].upper()}{headline[1:]}; {network}"
-
-
-def render(
-    title: str,
+def contents(
     answers: Answers,
     source: Source,
     records: Integer[np.ndarray, " N"],
-    num_twins: int | None,
-    dedup_command: str,
-    doubts: list[dict[str, str]] | None,
-) -> str:
-    """Returns the page.
+    trained: Sequence | None,
+) -> dict:
+    """Returns the variables of the page that describe scores and single images.
+
+    No image is shown twice.
 
     Args:
+      answers: outputs for the images that are scored.
       source: data set of the images.
       records: record number of each image.
-      num_twins: number of validation images that are near-duplicates of training
-        images; None if unknown; `dedup_command` lists them.
-      doubts: pictures of training images with doubtful labels; None omits the section.
+      trained: labels of the training images, as in `Source.known_labels`.
     """
+    shown: set[int] = set()
 
-    def pictures(images: Iterable[int], caption: Callable[[int], str]) -> list[dict]:
-        return [_picture(source, records[i], caption(i)) for i in images]
+    def pictures(
+        images: Iterable[int], most: int, caption: Callable[[int], str]
+    ) -> list[dict]:
+        new = [i for i in images if i not in shown][:most]
+        shown.update(new)
+        return [page.picture(source, records[i], caption(i)) for i in new]
 
     names, wrong = answers.class_names, answers.mistakes()
     sure, losses = answers.probabilities.max(1), answers.losses
     bins, error = answers.calibration()
     what = "answers" if answers.one_each else "labels"
-    scores = sorted(answers.by_class(), key=lambda one: (one.f1, one.name))
     confusions = [
         {
             "names": (names[pair.true], names[pair.predicted]),
             "count": len(pair.images),
             "pictures": pictures(
-                pair.images[:_OF_PAIR], lambda i: f"{sure[i]:.0%} confident"
+                pair.images, _OF_PAIR, lambda i: f"{sure[i]:.0%} confident"
             ),
         }
         for pair in answers.confusions(_PAIRS)
     ]
-    head = ("class", "images", "recall", "precision", "F1", "AP")
-    rows = [(name, f"{n:,}", *map(percent, rest)) for name, n, *rest in scores]
-    binned = [(percent(p), percent(right), f"{n:,}") for p, right, n in bins]
-    by_probability = ("probability", "accuracy", what), tuple(binned)
-    return templates.render(
-        "finetuning/page.html",
-        title=title,
-        classes=Table("Scores of the classes", head, tuple(rows)),
-        confusions=confusions,
-        num_mistakes=len(wrong),
-        mistakes=pictures(wrong[:_SHOWN], lambda i: _described(answers, i)),
-        losses=pictures(
-            answers.highest_losses(_SHOWN),
-            lambda i: f"loss {losses[i]:.2f}; {_described(answers, i)}",
-        ),
-        bins=bins,
-        what=what,
-        calibration_error=error,
-        calibration=Table("Accuracy by probability", *by_probability),
-        num_twins=num_twins,
-        dedup_command=dedup_command,
-        doubts=doubts,
-        num_neighbours=mistakes.NEIGHBOURS,
+    described = functools.partial(_described, answers)
+    more = pictures(wrong, _SHOWN, described)
+    uncertain = pictures(
+        (i for i in answers.highest_losses(len(losses)) if losses[i] >= _LEAST_LOSS),
+        _SHOWN,
+        lambda i: f"loss {losses[i]:.2f}; {described(i)}",
     )
+    binned = [(page.percent(p), page.percent(right), f"{n:,}") for p, right, n in bins]
+    head = "probability", "accuracy", what
+    confused = answers.confusion()
+    return {
+        "classes": _classes(answers, trained),
+        "confusion": confused is not None
+        and page.draw(confusion.matrix(confused, names)),
+        "confusions": confusions,
+        "num_mistakes": len(wrong),
+        "mistakes": more,
+        "losses": uncertain,
+        "right": pictures(answers.right_answers(), _SHOWN, described),
+        "num_right": len(losses) - len(wrong),
+        "bins": bins,
+        "what": what,
+        "calibration_error": error,
+        "calibration": Table(
+            "Accuracy by probability", head, tuple(binned), folded=True
+        ),
+        "num_neighbours": mistakes.NEIGHBOURS,
+    }
+
+
+def _classes(answers: Answers, trained: Sequence | None) -> Table:
+    """Returns scores and numbers of images of the classes, the worst classes first."""
+    counts = ["-"] * len(answers.class_names)
+    if trained is not None:
+        counts = _count(trained, len(counts))
+    numbered = zip(answers.by_class(), counts, strict=True)
+    scores = sorted(numbered, key=lambda one: (one[0].f1, one[0].name))
+    head = (
+        "class",
+        "training images",
+        "scored images",
+        "recall",
+        "precision",
+        "F1",
+        "AP",
+    )
+    rows = [
+        (name, count, f"{images:,}", *map(page.percent, rest))
+        for (name, images, *rest), count in scores
+    ]
+    return Table("Scores of the classes", head, tuple(rows))
+
+
+def _count(labels: Sequence, num_classes: int) -> list[str]:
+    """Returns the number of images of each class; `labels` is as in `known_labels`."""
+    if not isinstance(labels, np.ndarray):  # Several classes of each image.
+        labels = np.array([k for classes in labels for k in classes], int)
+    return [f"{n:,}" for n in np.bincount(labels, minlength=num_classes).tolist()]
 
 
 class _Evaluated(NamedTuple):
@@ -228,7 +259,7 @@ def _doubts(
     """Returns the images whose neighbours in feature space have another label."""
     doubts = mistakes.doubtful_labels(seen.features, seen.labels, 4 * _SHOWN)
     return [
-        _picture(
+        page.picture(
             source,
             seen.records[doubt.image],
             f"labelled {names[seen.labels[doubt.image]]}; {doubt.share:.0%} of its "
@@ -253,42 +284,3 @@ def _described(answers: Answers, i: int) -> str:
         return f"{answer or 'nothing'}; right"
     truth = ", ".join(names[k] for k in np.flatnonzero(labels))
     return f"{truth or 'nothing'}; predicted as {answer or 'nothing'}"
-
-
-def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]:
-    """Returns an image of a gallery: its thumbnail, caption, file and short name."""
-    name = os.sep.join(source.record_id(int(record)).split(os.sep)[-2:])
-    return {
-        "image": _thumbnail(source, int(record)),
-        "caption": caption,
-        "file": source.describe(int(record)),
-        "name": name,
-    }
-
-
-def _thumbnail(source: Source, record: int) -> str:
-    """Returns an image as the data URL of a small JPEG; "" if it is damaged."""
-    try:
-        # All these images have been evaluated, so they are within the run's size limit.
-        how = {"exif": True, "max_megapixels": math.inf}
-        picture = Image.fromarray(bands.picture(source[record]["image"], **how))
-    except (DamagedImage, OSError):
-        return ""
-    scale = _SIDE // max(picture.size)
-    if scale > 1:
-        size = picture.width * scale, picture.height * scale
-        picture = picture.resize(size, Image.Resampling.NEAREST)
-    picture.thumbnail((2 * _SIDE, 2 * _SIDE))
-    return jpeg_url(picture)
-
-
-def jpeg_url(picture: Image.Image) -> str:
-    """Returns a picture as the data URL of a JPEG."""
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-def percent(value: float) -> str:
-    """Returns a fraction in percent; "-" for NaN."""
-    return "-" if math.isnan(value) else f"{value:.1%}"

@@ -21,7 +21,7 @@ MOST_BATCH = {"cpu": 64}  # Largest batch by backend.
 ELSEWHERE = 128  # Largest batch on other backends.
 OPTIMIZER = "sgd"
 RATE, RATE_BATCH, WARMUP = 0.04, 64, 0.05
-UNEVEN = 4.0
+UNEVEN = 3.0  # Images of the largest class, per image of the smallest.
 EVALUATIONS, PATIENCE = 12, 5
 # With fewer than NOISY validation images, five evaluations in a row often fail to
 # improve by chance; with fewer than FEW images, the accuracy of a class is only
@@ -223,7 +223,7 @@ def metric_of(images: Images, data: Mapping) -> str:
     """Returns `checkpoint.best_metric`."""
     if data.get("multi_label"):
         return "val/map"
-    return "val/balanced_accuracy" if images.uneven >= UNEVEN else "val/top1"
+    return "val/balanced_accuracy" if images.uneven > UNEVEN else "val/top1"
 
 
 def patience_of(validated: int) -> int:

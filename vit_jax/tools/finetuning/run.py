@@ -75,8 +75,7 @@ def finetune(
     if jax.process_count() > 1:  # No process has all the parameters.
         return result
     say("collecting mistakes")
-    headline = summary(result)[0]
-    page, worst = result.kind.write_page(config, workdir, result.split, headline)
+    page, worst = result.kind.write_page(config, result, summary(result)[0])
     return dataclasses.replace(result, page=page, worst=worst)
 
 

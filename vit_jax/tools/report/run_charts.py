@@ -5,10 +5,11 @@ on subsets of JFT-300M) are not published. Charts of studies are in study_blocks
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config.fields import is_custom
+from vit_jax.evaluators import metric_names
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import stem
 from vit_jax.tools.report.results import Result, Run
@@ -154,6 +155,33 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
             about = f"{name}_by_{x}", f"{title} by {x_label}", x_label, y_label
             charts.append(Chart(*about, series, note=note))
     return tuple(chart for chart in charts if chart.series)
+
+
+def learning_curve(
+    run: Run, metric: str, title: str, names: Mapping[str, str]
+) -> Chart | None:
+    """Returns a chart of one metric of a run by step; None if it has no points.
+
+    Fractions are drawn in percent.
+
+    Args:
+      run: a training run.
+      metric: name of the metric, such as "top1".
+      title: description of the metric.
+      names: legend entries by name in metrics.jsonl, such as "val/params/top1".
+    """
+    percent = metric_names.is_fraction(metric)
+    scale = 100 if percent else 1
+    points = {label: _points(run, name) for name, label in names.items()}
+    series = tuple(
+        _curve(label, i, i, [(step, scale * value) for step, value in values], 1)
+        for i, (label, values) in enumerate(points.items())
+        if values
+    )
+    if not series:
+        return None
+    y_label = f"{title} in %" if percent else title
+    return Chart(stem("curve", metric), title, "step", y_label, series)
 
 
 def inner_training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
