@@ -33,6 +33,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
             flags.photos,
             workdir,
             masks=flags.masks,
+            group=flags.group,
             model=flags.model,
             aspect=flags.aspect,
             overrides=flags.overrides,
@@ -43,6 +44,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         flags.photos,
         workdir,
         masks=flags.masks,
+        group=flags.group,
         model=flags.model,
         aspect=flags.aspect,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
@@ -90,6 +92,14 @@ def parser() -> cli.Parser:
         default=0,
         help="for few images: number of runs, each validated on another part; the "
         "first is the model; default: one run",
+    )
+    add(
+        "--group",
+        default="",
+        metavar="COLUMN|RULE",
+        help="images that stay together in splits and folds, such as photographs of one "
+        r"patient: a column of the table, or a rule on file names, '(.*)_\d+', whose "
+        "parentheses hold the group",
     )
     add(
         "--find_rate",

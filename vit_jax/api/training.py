@@ -122,6 +122,7 @@ def finetune(
     workdir: str | os.PathLike | None = None,
     *,
     masks: str | os.PathLike = "",
+    group: str | Sequence = "",
     class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
     aspect: str = finetuning.ASPECTS[0],
@@ -145,6 +146,9 @@ def finetune(
         runs/finetune that depends on the images and the model only.
       masks: folder with the masks of the images, under the same file names, to learn
         the class of every pixel. Not needed for a folder that holds both.
+      group: images that stay together in splits and folds, such as photographs of one
+        patient: a column of the table, or a regular expression for file names whose
+        first parentheses hold the group; for arrays, the group of each training image.
       class_names: class names of arrays, in label order.
       model: weights, see `load_model`; if empty, DeiT-Ti on a CPU and AugReg S/16
         elsewhere.
@@ -184,11 +188,13 @@ def finetune(
                 "folder of the images, or leave it out"
             )
     place = arguments.take("photos", fields.Key(help=""), place, "")
-    with _opened(arrays, class_names):
+    groups = _groups(group, arrays)
+    with _opened(arrays, class_names, groups):
         return finetuning.finetune(
             place,
             workdir or default_workdir("finetune", model, place, masks),
             masks=masks,
+            group="given" if groups else group,
             model=model,
             aspect=aspect,
             minutes=minutes,
@@ -450,13 +456,44 @@ def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
     return _arrays(pairs, "train", ()), not alone
 
 
-def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
+def _groups(
+    group: str | Sequence, arrays: Mapping[str, Arrays]
+) -> tuple[str, ...] | None:
+    """Returns the group of each training image in `arrays`; None for other images."""
+    if isinstance(group, str):
+        if group and arrays:
+            raise UserError(
+                f"group={group!r}: photos are arrays: give the group of each of their "
+                "training images"
+            )
+        return None
+    count = len(arrays["train"][0]) if arrays else 0
+    if len(group) != count:
+        raise UserError(
+            f"group has {len(group)} values: give one for each of the {count} training "
+            "images in arrays, or the column or rule of other images"
+        )
+    return tuple(map(str, group))
+
+
+def _opened(
+    arrays: Mapping[str, Arrays],
+    class_names: Sequence[str],
+    groups: Sequence[str] | None = None,
+):
     """Replaces every data set by the arrays, if there are any."""
     if not arrays:
         return contextlib.nullcontext()
 
     return opened_by(
-        lambda _, split, __: open_arrays(arrays, split, IN_MEMORY, class_names)
+        lambda data, split, _: open_arrays(
+            arrays,
+            split,
+            IN_MEMORY,
+            class_names,
+            groups,
+            num_targets=len(data.targets),
+        )
     )
 
 

@@ -95,6 +95,15 @@ class ReaderConfig:
         "Whether an image has any number of labels instead of exactly one.",
         reason="images with several tags; the command `finetune` sets it",
     )
+    group_key: str = key(
+        "",
+        "Groups of images that a split keeps together, such as the photographs of one "
+        "patient: a column of a table or Parquet file, or a regular expression for file "
+        r"names whose first parentheses hold the group, such as '(.*)_\d+'. It applies to "
+        'the splits "grouped_splits(all, 5)[4]", and to "train" and "val" of a folder '
+        "without splits.",
+        reason="several photographs of one subject; `finetune --group` sets it",
+    )
     caption_key: str = key(
         "",
         "Location of the captions: a feature of TFDS, a column of a table or Parquet "

@@ -5,11 +5,13 @@ splits), so that a recipe can move between TFDS and a folder unchanged.
 `tfds.even_splits(split, n)[i]` is written "even_splits(train, 3)[1]".
 "interleaved_splits(train, 5)[4]", which TFDS does not have, is every fifth record from
 the fifth on: a part with all classes, even if records are sorted by class.
+"grouped_splits(all, 5)[4]" is the last of five parts that keep the images of a group
+together (`data.group_key`, see groups.py), with about the same share of each class.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -23,7 +25,7 @@ TEST = ("test", "testing", "eval")
 HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Training images held out for validation.
 _SEED = 0
 _PARTS = re.compile(
-    r"(?P<kind>even|interleaved)_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]"
+    r"(?P<kind>even|interleaved|grouped)_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]"
 )
 
 
@@ -41,12 +43,18 @@ class Numbering:
     """
 
     sizes: Mapping[str, int]
-    parts: Sequence[tuple[str, range]]
+    parts: Sequence[tuple[str, Sequence[int]]]
 
     @classmethod
-    def of(cls, split: str, sizes: Mapping[str, int], source: str) -> "Numbering":
+    def of(
+        cls,
+        split: str,
+        sizes: Mapping[str, int],
+        source: str,
+        parts_of: Callable | None = None,
+    ) -> "Numbering":
         """Resolves a split expression, with the arguments and errors of `select`."""
-        return cls(dict(sizes), tuple(select(split, sizes, source)))
+        return cls(dict(sizes), tuple(select(split, sizes, source, parts_of)))
 
     def __len__(self) -> int:
         return sum(len(numbers) for _, numbers in self.parts)
@@ -138,18 +146,23 @@ def names(split: str) -> list[str]:
 
 
 def select(
-    split: str, sizes: Mapping[str, int], source: str
-) -> list[tuple[str, range]]:
+    split: str,
+    sizes: Mapping[str, int],
+    source: str,
+    parts_of: Callable[[str, int], np.ndarray] | None = None,
+) -> list[tuple[str, Sequence[int]]]:
     """Resolves a split expression to (split name, record numbers) per term.
 
     Args:
       split: split expression.
       sizes: split name -> number of records.
       source: name of the data set, for messages.
+      parts_of: function from a split and a number of parts to the part of each record,
+        for "grouped_splits"; None if the records have no groups.
 
     Raises:
       NoSplit: a split is unknown.
-      UserError: a slice is malformed, or no record is selected.
+      UserError: a slice is malformed, no record is selected, or groups are unknown.
     """
     for name in names(split):
         if name not in sizes:
@@ -157,7 +170,8 @@ def select(
                 f"split {split!r}: {source} has no split {name!r}; "
                 f"it has {', '.join(sorted(sizes)) or 'none'}"
             )
-    parts = [part for term in _terms(split) for part in _resolve(term, sizes)]
+    terms = _terms(split)
+    parts = [part for term in terms for part in _resolve(term, sizes, parts_of)]
     if not sum(len(numbers) for _, numbers in parts):
         raise UserError(
             f"split {split!r} of {source} selects no record of {dict(sizes)}"
@@ -177,13 +191,18 @@ def _terms(split: str) -> list[str]:
     return [term.strip() for term in terms]
 
 
-def _resolve(term: str, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
+def _resolve(
+    term: str, sizes: Mapping[str, int], parts_of: Callable | None
+) -> list[tuple[str, Sequence[int]]]:
     parts = _PARTS.fullmatch(term)
     if parts:
         n, i = int(parts["n"]), int(parts["i"])
         if i >= n:
             raise UserError(f"split {term!r}: {n} parts are numbered 0 to {n - 1}")
-        inner = [part for t in _terms(parts["of"]) for part in _resolve(t, sizes)]
+        if parts["kind"] == "grouped":
+            return [(parts["of"], _grouped(term, parts["of"], n, i, sizes, parts_of))]
+        terms = _terms(parts["of"])
+        inner = [part for t in terms for part in _resolve(t, sizes, parts_of)]
         if parts["kind"] == "interleaved":
             return [(name, numbers[i::n]) for name, numbers in inner]
         return [(name, _even(numbers, n, i)) for name, numbers in inner]
@@ -191,6 +210,27 @@ def _resolve(term: str, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
     # Only slices need TFDS, whose import takes half a second.
     bounds = (0, sizes[name]) if term == name else _bounds(term, name, sizes[name])
     return [(name, range(*bounds))]
+
+
+def _grouped(
+    term: str,
+    name: str,
+    n: int,
+    i: int,
+    sizes: Mapping[str, int],
+    parts_of: Callable | None,
+) -> list[int]:
+    """Returns the records in the i-th of n parts that keep groups together."""
+    if name not in sizes:
+        raise UserError(
+            f"split {term!r}: give the name of a split, such as grouped_splits(train, 5)[4]"
+        )
+    if parts_of is None:
+        raise UserError(
+            f"split {term!r}: the groups of the images are unknown: set data.group_key, "
+            "for image files, a table or Parquet files"
+        )
+    return np.flatnonzero(parts_of(name, n) == i).tolist()
 
 
 def _even(numbers: range, n: int, i: int) -> range:

@@ -371,6 +371,7 @@ class EvalSplits:
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             of_set |= {"image_dir": "", "image_suffix": "", "mask_key": ""}
             of_set["target_key"] = ""
+            of_set["group_key"] = ""
             changes = of_set | {"exclude": "", "num_examples": 0} | changes
         # Evaluations may read labels that the run does not read.
         if labelled and not self._data.has_labels:

@@ -355,3 +355,92 @@ def test_folds_of_masks_score_each_image_once(tmp_path):
         assert len(apart) + len(train) == 7
         validated += [apart.record_id(i) for i in range(len(apart))]
     assert sorted(validated) == [f"images/{i}.png" for i in range(7)]
+
+
+def listed(workdir):
+    with (workdir / "split.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def animals(rows, split):
+    return {row["group"] for row in rows if row["split"] == split}
+
+
+@pytest.fixture
+def grouped(tmp_path):
+    """Two classes of ten animals each, with four photographs of each animal."""
+    for i in range(80):
+        path = tmp_path / "grouped" / "xy"[i // 40] / f"animal{i // 4}_{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(path)
+    return tmp_path / "grouped"
+
+
+def test_groups_are_held_out_as_a_whole(grouped, tmp_path):
+    found = find(grouped, tmp_path, group_key=r"(.*)_\d+")
+    assert "16 of 80 images, 4 of 20 groups, held out" in found.description
+    rows = listed(tmp_path)
+    assert len(animals(rows, "train")) == 16 and len(animals(rows, "val")) == 4
+    assert not animals(rows, "train") & animals(rows, "val")
+    assert "group_key" not in found.data and sizes(found) == [64, 16]
+    seen = set()
+    for fold in range(3):
+        layout.take_fold(found, fold, 3)
+        rows = listed(tmp_path)
+        seen |= animals(rows, "val")
+        assert not animals(rows, "train") & animals(rows, "val")
+    assert len(seen) == 20
+    with pytest.raises(UserError, match="folds=21: 20 groups cannot be"):
+        layout.take_fold(found, 0, 21)
+    # The user's own splits must have no group in common.
+    (grouped / "train").mkdir()
+    for name in "xy":
+        (grouped / name).rename(grouped / "train" / name)
+    shutil.copytree(grouped / "train", grouped / "val")
+    with pytest.raises(
+        UserError, match=r"group_key=.*animal\d+' are in the splits train"
+    ):
+        find(grouped, tmp_path, group_key=r"(.*)_\d+")
+
+
+def test_groups_of_several_labels_and_of_masks(grouped, tmp_path):
+    rows = [
+        f"grouped/{path.parent.name}/{path.name},x|{path.parent.name},{path.name[:8]}"
+        for path in sorted(grouped.glob("*/*.png"))
+    ]
+    place = tmp_path / "tags.csv"
+    place.write_text("\n".join(["image,tags,animal", *rows]) + "\n")
+    found = find(place, tmp_path, group_key="animal")
+    assert found.data["multi_label"] and "groups, held out" in found.description
+    layout.take_fold(found, 1, 4)
+    rows = listed(tmp_path)
+    assert not animals(rows, "train") & animals(rows, "val")
+    # Masks are not listed in a file: their parts are split expressions.
+    mask_folder.write(tmp_path / "drawn", 10)
+    found = find(tmp_path / "drawn", tmp_path, group_key=r"([0-3])\.png|(.)")
+    assert found.validation.startswith("grouped_splits(all, 5)")
+    found = layout.take_fold(found, 1, 3)
+    assert len(found.open("all")) == sum(sizes(found)) == 10
+    assert {*found.open(found.validation).record_groups}.isdisjoint(
+        found.open(found.data["split"]).record_groups
+    )
+
+
+def test_groups_on_the_hub_are_a_column(tmp_path, monkeypatch):
+    rows = [
+        {"image": {"bytes": b"", "path": ""}, "label": i % 3, "patient": f"p{i // 4}"}
+        for i in range(40)
+    ]
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "train-00000-of-00001.parquet"
+    )
+    monkeypatch.setattr(parquet, "download", lambda name: str(tmp_path))
+    found = find("someone/photos", tmp_path, group_key="patient")
+    ids = [found.open(split) for split in (found.validation, found.data["split"])]
+    patients = [
+        {int(each.record_id(i).split("/")[1]) // 4 for i in range(len(each))}
+        for each in ids
+    ]
+    assert sizes(found) == [32, 8] and patients[0].isdisjoint(patients[1])
+    with pytest.raises(UserError, match="data.group_key='site'"):
+        sizes(find("someone/photos", tmp_path, group_key="site"))

@@ -16,6 +16,7 @@ from jaxtyping import Float, Integer, UInt8
 
 from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
+from vit_jax.data import groups as grouping
 from vit_jax.data.config import MAX_CHANNELS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources.base import Numbered, SourceType, read_all
@@ -82,6 +83,7 @@ def open_arrays(
     split: str,
     name: str,
     class_names: Sequence[str] = (),
+    groups: Sequence[str] | None = None,
     *,
     num_targets: int = 0,
 ) -> ArraySource:
@@ -99,6 +101,7 @@ def open_arrays(
       num_targets: number of targets of an image (`data.targets`); if it is not 0, the
         arrays have numbers, (N,) or (N, num_targets), in place of labels, NaN where one
         is missing.
+      groups: group of each image of the split "train", for "grouped_splits".
 
     Raises:
       UserError: the split does not exist or selects no record, or arrays have another
@@ -107,7 +110,13 @@ def open_arrays(
     sizes = {}
     for key, (images, labels) in arrays.items():
         sizes[key] = _length(f"{name} {key}: ", images, labels)
-    numbering = Numbering.of(split, sizes, name)
+    parts_of = None
+    if groups is not None:
+        labels = np.asarray(arrays["train"][1])
+        labels = np.zeros(len(labels), int) if num_targets else labels
+        train = list(groups), labels.tolist()
+        parts_of = grouping.parts_of({"train": train}, "group")
+    numbering = Numbering.of(split, sizes, name, parts_of)
     for key in dict(numbering.parts):
         check_pair(
             f"{name} {key}: ", *arrays[key], class_names, num_targets=num_targets
@@ -115,7 +124,8 @@ def open_arrays(
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
-        part = slice(part.start, part.stop, part.step)
+        if isinstance(part, range):  # Without copies of the images.
+            part = slice(part.start, part.stop, part.step)
         images, labels = (np.asarray(array)[part] for array in arrays[key])
         images = images if images.ndim == 4 else images[..., None]
         image_parts.append(images.astype(depth_of(images), copy=False))

@@ -32,6 +32,7 @@ class Source:
         None.
       labels: integer array (N,) if the set is in memory, else None.
       targets: numbers of the images, float (N, T), if the set is in memory, else None.
+      record_groups: group of each record by `data.group_key`; None without groups.
     """
 
     class_names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Source:
     images: np.ndarray | None
     labels: np.ndarray | None
     targets: np.ndarray | None = None
+    record_groups: Sequence[str] | None = None
 
     def __len__(self) -> int:
         """Returns the number of records."""

@@ -1,7 +1,8 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
 A folder without splits, data_dir/<class>/**, is one split named "all", which has the
-parts "train" and "val": "val" is a fifth of each class, drawn with a fixed seed. If
+parts "train" and "val": "val" is a fifth of each class, drawn with a fixed seed; with
+`data.group_key` the two parts have no group in common, see groups.py. If
 labels are not read (`data.num_classes` is 0), folders are not classes: a split is every
 image below its folder, data_dir/<split>/**. Files and folders whose names begin with
 ".", and folders named __pycache__ or __MACOSX, are ignored. Links that lead out of
@@ -23,7 +24,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import Registry
-from vit_jax.data import splits
+from vit_jax.data import groups, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.base import (
@@ -68,6 +69,7 @@ class FolderSource(Source):
       class_names: names in label order.
       sizes: bytes of each image file.
       beside: parts of records that are read from other files.
+      record_groups: group of each image, see `Source`.
     """
 
     root: str
@@ -76,6 +78,7 @@ class FolderSource(Source):
     class_names: tuple[str, ...]
     sizes: Integer[np.ndarray, " N"]
     beside: Sequence[Beside] = ()
+    record_groups: Sequence[str] | None = None
     images = labels = None  # Not in memory.
 
     @classmethod
@@ -84,8 +87,9 @@ class FolderSource(Source):
         root: str,
         files: Mapping[str, list[tuple]],
         classes: Sequence[str],
-        chosen: Sequence[tuple[str, range]],
+        chosen: Sequence[tuple[str, Sequence[int]]],
         beside: Sequence[Beside] = (),
+        group_of: Mapping[str, str] | None = None,
     ) -> "FolderSource":
         """Returns the source of the files that `splits.select` chose.
 
@@ -95,15 +99,18 @@ class FolderSource(Source):
           classes: names of the classes; if empty, labels are not read.
           chosen: output of `splits.select`.
           beside: parts of records that are read from other files.
+          group_of: group of each file; None if there are no groups.
         """
         rows = [files[name][i] for name, numbers in chosen for i in numbers]
+        paths = [path for path, _, _ in rows]
         return cls(
             root,
-            [path for path, _, _ in rows],
+            paths,
             [label for _, label, _ in rows] if classes else None,
             tuple(classes),
             np.array([size for _, _, size in rows], np.int64),
             beside,
+            None if group_of is None else [group_of[path] for path in paths],
         )
 
     def __len__(self) -> int:
@@ -160,6 +167,7 @@ def open_folder(
     only: Sequence[str] = (),
     *,
     labelled: bool = True,
+    group_key: str = "",
 ) -> FolderSource:
     """Lists the image files of a split.
 
@@ -175,6 +183,7 @@ def open_folder(
       only: classes to read, in the order of their numbers; if empty, all.
       labelled: whether folders are classes; if not, every image below a split is a
         record.
+      group_key: `data.group_key`, a rule on file names; "" without groups.
 
     Raises:
       NoSplit, NoLabels: the split's folder, or a class folder in it, is missing.
@@ -198,17 +207,38 @@ def open_folder(
     whole = _folder(root, folder_of(first)) == root
     if split == train_split and not only and not whole:
         _name_other_folders(root, labelled)
-    files = {}
+    files, group_of = {}, {} if group_key else None
     for name in splits.names(split):
         at, labels = folder_of(name), None
         if labelled:
             labels = _labels(root, at, train_split, classes, only)
         files[name] = _files(root, at, labels)
+        if group_key:
+            group_of |= groups_of(group_key, files[name], root)
         if name in parts:
-            files[name] = _part(root, name, files[name])
+            files[name] = _part(root, name, files[name], group_of, group_key)
     sizes = {name: len(rows) for name, rows in files.items()}
-    chosen = splits.select(split, sizes, str(root))
-    return FolderSource.of_splits(str(root), files, classes, chosen)
+    parts_of = None if group_of is None else grouping(files, group_of, group_key)
+    chosen = splits.select(split, sizes, str(root), parts_of)
+    return FolderSource.of_splits(str(root), files, classes, chosen, group_of=group_of)
+
+
+def groups_of(group_key: str, files: list[tuple], root: object) -> dict[str, str]:
+    """Returns the group of each file by a rule; `files` are (path, label, bytes)."""
+    paths = [path for path, _, _ in files]
+    return dict(zip(paths, groups.of_paths(group_key, paths, root), strict=True))
+
+
+def grouping(
+    files: Mapping[str, list[tuple]], group_of: Mapping[str, str], group_key: str
+) -> groups.PartsOf:
+    """Returns the function with which `splits.select` keeps groups of files together."""
+    records = {}
+    for name, rows in files.items():
+        labels = [label for _, label, _ in rows]
+        known = labels if labels and labels[0] is not None else None
+        records[name] = [group_of[path] for path, _, _ in rows], known
+    return groups.parts_of(records, f"data.group_key={group_key!r}")
 
 
 def _labels(
@@ -311,10 +341,21 @@ def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> list[str
     return wanted if len(classes) > 1 and not loose and not splits_too else []
 
 
-def _part(root: pathlib.Path, name: str, files: list[tuple]) -> list[tuple]:
+def _part(
+    root: pathlib.Path,
+    name: str,
+    files: list[tuple],
+    group_of: Mapping[str, str] | None,
+    group_key: str,
+) -> list[tuple]:
     """Returns the files of the part "train" or "val" of a folder."""
     number = {name: str(k) for k, name in enumerate(visible_folders(root))}
-    held_out = splits.held_out([number[path.split("/")[0]] for path, _, _ in files])
+    classes = [number[path.split("/")[0]] for path, _, _ in files]
+    if group_of is None:
+        held_out = splits.held_out(classes)
+    else:
+        names = [group_of[path] for path, _, _ in files]
+        held_out = groups.held_out(names, classes, f"data.group_key={group_key!r}")
     kept = held_out if name == splits.VALIDATION[0] else ~held_out
     return [files[i] for i in np.flatnonzero(kept)]
 
@@ -535,7 +576,8 @@ def _followed(
 
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
     labelled = data.has_labels
-    source = open_folder(data.data_dir, split, data.split, labelled=labelled)
+    how = {"labelled": labelled, "group_key": data.group_key}
+    source = open_folder(data.data_dir, split, data.split, **how)
     return dataclasses.replace(source, beside=files_beside(data))
 
 

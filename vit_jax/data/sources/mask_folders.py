@@ -138,7 +138,7 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
     root = _root(data)
     places = _places(root, data)
     wanted = {name: _spelt(name, places) for name in splits.names(split)}
-    pairs, files = {}, {}
+    pairs, files, group_of = {}, {}, {} if data.group_key else None
     for name, place in wanted.items():
         if place not in places:
             continue
@@ -147,10 +147,15 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
             listed = _part(listed, name)
         pairs |= {image[0]: mask for image, mask in listed}
         files[name] = [(path, None, size) for (path, size), _ in listed]
+        if data.group_key:
+            group_of |= folder.groups_of(data.group_key, files[name], root)
     known = dict.fromkeys(places, 0) | {name: len(rows) for name, rows in files.items()}
-    chosen = splits.select(split, known, str(root))
+    parts_of = None
+    if group_of is not None:
+        parts_of = folder.grouping(files, group_of, data.group_key)
+    chosen = splits.select(split, known, str(root), parts_of)
     beside = _Masks(pairs), *folder.files_beside(data)
-    source = MaskFolderSource.of_splits(str(root), files, (), chosen, beside)
+    source = MaskFolderSource.of_splits(str(root), files, (), chosen, beside, group_of)
     names, colors = _classes(root, data)
     return dataclasses.replace(source, class_names=names, class_colors=colors)
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.command_line.files import download_snapshot
-from vit_jax.data import captions, splits
+from vit_jax.data import captions, groups, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
@@ -147,12 +147,15 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
             f"data.data_dir={data.data_dir!r} is not a folder: data.name='parquet' reads "
             "data_dir/**/train-00000-of-00005.parquet"
         )
+    if data.group_key:
+        check_known("group_key", [data.group_key], column_names(_first(files)), name)
     # The names of records need the sizes of all splits, also of those not in use.
     lengths = {
         key: {path: _group_lengths(path, name) for path in files[key]} for key in files
     }
     sizes = {key: sum(map(sum, each.values())) for key, each in lengths.items()}
-    numbering = splits.Numbering.of(split, sizes, name)
+    parts_of = _grouping(data, files, split) if data.group_key else None
+    numbering = splits.Numbering.of(split, sizes, name, parts_of)
 
     used = [key for key in files if key in splits.names(split)]
     by_file = {path: groups for key in used for path, groups in lengths[key].items()}
@@ -181,6 +184,39 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         target_names=data.targets,
     )
     return small_in_memory(source, data)
+
+
+def _first(files: Mapping[str, Sequence[str]]) -> str:
+    """Returns the first file of any split."""
+    return next(iter(files.values()))[0]
+
+
+def _grouping(
+    data: DataConfig, files: Mapping[str, Sequence[str]], split: str
+) -> groups.PartsOf:
+    """Returns the function with which `splits.select` keeps groups together."""
+    records = {}
+    for name in splits.names(split):
+        columns = [data.group_key] + [data.label_key] * data.has_labels
+        cells, *labels = (
+            [value for path in files.get(name, ()) for value in _values(path, key)]
+            for key in columns
+        )
+        numbers = [f"{name}/{i}" for i in range(len(cells))]
+        texts = ["" if cell is None else str(cell).strip() for cell in cells]
+        found = (
+            groups.of_cells(data.group_key, texts, numbers, data.name) if cells else []
+        )
+        # A record without a label is a damaged one, and its class does not matter.
+        labels = (
+            [-1 if each is None else each for each in labels[0]] if labels else None
+        )
+        records[name] = found, labels
+    return groups.parts_of(records, f"data.group_key={data.group_key!r}")
+
+
+def _values(path: str, column: str) -> list:
+    return _column(path, column).to_pylist()
 
 
 def _parquet():

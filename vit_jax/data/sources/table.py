@@ -25,7 +25,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
-from vit_jax.data import splits
+from vit_jax.data import groups, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fields.target import TargetValues, numbers_in
 from vit_jax.data.masks import MaskFiles
@@ -38,7 +38,13 @@ from vit_jax.data.sources.base import (
     warn_of_twins,
 )
 from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
-from vit_jax.data.sources.folder import WHOLE, FolderSource, in_order, visible_folders
+from vit_jax.data.sources.folder import (
+    WHOLE,
+    FolderSource,
+    grouping,
+    in_order,
+    visible_folders,
+)
 from vit_jax.errors import NoLabels, UserError
 
 _EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
@@ -92,6 +98,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
                 keys["mask_key"] = [data.mask_key]
             if data.target_key:
                 keys["target_key"] = data.targets
+            if data.group_key and not _by_rule(data, table.columns):
+                keys["group_key"] = [data.group_key]
             for key, columns in keys.items():
                 check_known(key, columns, table.columns, table.path)
             _check_lines(table, [SPLIT, *itertools.chain(*keys.values())])
@@ -115,13 +123,48 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         if name in rows
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
-    chosen = splits.select(split, sizes, data.data_dir)
     beside, read_rows = (), [row for name in files for row in rows[name]]
+    group_of, parts_of = None, None
+    if data.group_key:
+        group_of = {}
+        for name in files:
+            group_of |= _groups(data, paths, rows[name])
+        parts_of = grouping(files, group_of, data.group_key)
+    chosen = splits.select(split, sizes, data.data_dir, parts_of)
     if data.mask_key:
         beside = (MaskFiles(_masks(data, paths, tables, read_rows)),)
     if data.target_key:
         beside += (TargetValues(_targets(data, paths, read_rows)),)
-    return FolderSource.of_splits(paths.root, files, list(classes), chosen, beside)
+    return FolderSource.of_splits(
+        paths.root, files, list(classes), chosen, beside, group_of
+    )
+
+
+def _by_rule(data: DataConfig, columns: Collection[str]) -> bool:
+    """Returns whether `data.group_key` is a rule on file names, not a column."""
+    return data.group_key not in columns and groups.rule(data.group_key) is not None
+
+
+def _groups(data: DataConfig, paths: "_Paths", rows: Sequence[_Row]) -> dict[str, str]:
+    """Returns the group of each file of a split, by its name.
+
+    Raises:
+      UserError: two rows of a file have different groups, or no row has a group.
+    """
+    names = [paths.name(row.cells) for row in rows]
+    if _by_rule(data, rows[0].table.columns):
+        found = groups.of_paths(data.group_key, names, data.data_dir)
+    else:
+        cells = [text_of(row.cells.get(data.group_key)) for row in rows]
+        found = groups.of_cells(data.group_key, cells, names, data.data_dir)
+    group_of = {}
+    for name, group, row in zip(names, found, rows, strict=True):
+        if group_of.setdefault(name, group) != group:
+            raise UserError(
+                f"{row} gives {name} the group {group!r}, and an earlier row "
+                f"{group_of[name]!r}: keep one row for each image"
+            )
+    return group_of
 
 
 def _check_lines(table: Table, columns: Sequence[str]) -> None:

@@ -5,6 +5,9 @@ table of paths and labels (or a folder with one), or the name of a data set. Wit
 validation split, a part of each class is held out, and a list of it is written to the
 workdir.
 
+With `data.group_key` no group of images, such as the photographs of one patient, is on
+both sides of a split, see vit_jax/data/groups.py.
+
 Images may have masks instead of labels: in two folders, see mask_folders.py, in a
 column of a table, or by `data.mask_key` of a data set. Their validation part is a split
 expression.
@@ -22,7 +25,7 @@ from etils import epath
 
 from vit_jax.command_line.files import replace_text
 from vit_jax.config import fields
-from vit_jax.data import catalogue, masks, splits
+from vit_jax.data import catalogue, groups, masks, splits
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.sources import SOURCES, folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
@@ -40,6 +43,7 @@ LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
 MASKS = ("mask", "mask_path", "mask_file", "segmentation_mask", "segmentation")
 _PARTS = round(1 / HELD_OUT)
 SPLIT_FILE = "split.csv"  # File in the workdir with the split of each image.
+_GROUP = "group"  # Column of that file, if images have groups.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,21 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
     if path.is_dir():
         return _of_folder(path, given, workdir)
     return _of_name(place, given, workdir)
+
+
+def _check_groups(layout: Layout) -> None:
+    """Raises UserError if a group is in two of the user's own splits."""
+    key, first = layout.data.get("group_key"), {}
+    if not key:
+        return
+    for split in filter(None, (layout.data["split"], layout.validation, layout.test)):
+        for group in {*(layout.open(split).record_groups or ())}:
+            if first.setdefault(group, split) != split:
+                raise UserError(
+                    f"data.group_key={key!r}: images of group {group!r} are in the splits "
+                    f"{first[group]} and {split}: move them into one of them, or give the "
+                    "images without splits, which are then divided by groups"
+                )
 
 
 def labelled_images(place: str) -> Source:
@@ -357,7 +376,8 @@ def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
     if not workdir:
         return Layout(data, validation, test, description)
     # Such sources are often sorted by class: a part at the end would lack classes.
-    if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
+    by_parts = parquet.is_hub(name) or name == IN_MEMORY or data.get("group_key")
+    if not validation and by_parts:
         return _set_aside(Layout(data, "", test, description))
     if not validation:
         kept = round(100 * (1 - HELD_OUT))
@@ -368,6 +388,7 @@ def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
 
 def _with_validation(layout: Layout, workdir: str) -> Layout:
     """Holds out a part of the training images if there is no validation split."""
+    _check_groups(layout)
     if layout.validation:
         return layout
     if layout.config.mask_key:
@@ -378,7 +399,19 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
     source = layout.open(data["split"])
     labels = source.known_labels()
     labels = read_labels(source) if labels is None else labels
-    apart = held_out([str(label) for label in labels])
+    key, of_groups = f"data.group_key={data.get('group_key')!r}", ""
+    if source.record_groups is None:
+        apart = held_out([str(label) for label in labels])
+    else:
+        apart = groups.held_out(source.record_groups, labels, key)
+        known, held = len({*source.record_groups}), source.record_groups
+        held = len({group for group, each in zip(held, apart, strict=True) if each})
+        of_groups = f"{held:,} of {known:,} groups"
+    if of_groups and not apart.any():
+        raise UserError(
+            f"{key}: each class is in one group only, so that none can be held out for "
+            "validation: give other groups, or leave it out"
+        )
     if not apart.any():
         raise UserError(
             f"{data['data_dir']} has one image of each class: give two or more of a "
@@ -397,8 +430,8 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
         data,
         VALIDATION[0],
         TEST[0] if layout.test else "",
-        f"{layout.description}; {apart.sum():,} of {len(source):,} images, the same part "
-        f"of each class, held out for validation: {path}",
+        f"{layout.description}; {apart.sum():,} of {len(source):,} images, "
+        f"{of_groups or 'the same part of each class'}, held out for validation: {path}",
     )
 
 
@@ -408,20 +441,24 @@ def _set_aside(layout: Layout) -> Layout:
         layout.data["split"],
         layout.data.get("data_dir", layout.data["name"]),
     )
-    count = min(_PARTS, len(layout.open(whole)))
-    if count < 2:
+    source = layout.open(whole)
+    count = min(_PARTS, len(source))
+    if source.record_groups is not None:
+        count = min(count, len({*source.record_groups}))
+    if len(source) < 2:
         raise UserError(
             f"{place} has one training image: give two or more, so that one can be "
             "held out for validation"
         )
     description = f"{layout.description}; a part of the training images is held out"
     layout = dataclasses.replace(layout, description=description, whole=whole)
-    return _parted(layout, count - 1, count)
+    return _parted(layout, max(1, count - 1), max(2, count))
 
 
 def _parted(layout: Layout, fold: int, count: int) -> Layout:
-    """Holds out every `count`-th image of `whole`, starting with number `fold`."""
-    parts = [f"interleaved_splits({layout.whole}, {count})[{i}]" for i in range(count)]
+    """Holds out one of `count` parts of `whole`: every `count`-th image, or groups."""
+    kind = "grouped" if layout.data.get("group_key") else "interleaved"
+    parts = [f"{kind}_splits({layout.whole}, {count})[{i}]" for i in range(count)]
     validation = parts.pop(fold)
     data = layout.data | {"split": "+".join(parts)}
     return dataclasses.replace(layout, data=data, validation=validation)
@@ -449,7 +486,14 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
         )
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     trained = [row for row in rows if row[table.SPLIT] != TEST[0]]
-    folds = splits.folds([row["label"] for row in trained], count)
+    labels = [row["label"] for row in trained]
+    if _GROUP in rows[0]:
+        several = layout.data.get("multi_label")
+        labels = [label.split("|") for label in labels] if several else labels
+        names = [row[_GROUP] for row in trained]
+        folds = groups.folds(names, labels, count, f"folds={count}")
+    else:
+        folds = splits.folds(labels, count)
     _check_folds(count, len({*folds.tolist()} - {-1}), len(trained))
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
@@ -464,7 +508,7 @@ def _check_folds(count: int, filled: int, images: int) -> None:
 
 def without_place(data: Mapping) -> dict:
     """Returns keys of `config.data` without those of the place and of its labels."""
-    dropped = (*PLACE, "name", "split", "label_key", "multi_label")
+    dropped = (*PLACE, "name", "split", "label_key", "multi_label", "group_key")
     kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
     return {key: data[key] for key in kept}
 
@@ -515,7 +559,10 @@ def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
     numbers = label if isinstance(label, list) else [label]
     names = "|".join(source.class_names[number] for number in numbers)
     path = os.path.abspath(source.describe(i))
-    return {"image": path, "label": names, table.SPLIT: split}
+    row = {"image": path, "label": names, table.SPLIT: split}
+    if source.record_groups is not None:
+        row[_GROUP] = source.record_groups[i]
+    return row
 
 
 def _flag_columns(of: table.Table) -> list[str]:

@@ -37,6 +37,7 @@ def finetune(
     workdir: str,
     *,
     masks: str = "",
+    group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
     minutes: float = MINUTES,
@@ -50,6 +51,7 @@ def finetune(
     Args:
       place: folder, table, or name of a data set, see layout.py.
       masks: folder with the masks of the images in a folder, under the same names.
+      group: `config.data.group_key`.
       overrides: values by dotted config key, which replace the chosen ones.
       workdir, model, aspect, minutes, folds, callbacks, say: arguments of
         `vit_jax.finetune`.
@@ -61,7 +63,7 @@ def finetune(
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
     minutes /= folds or 1
-    request = _request(place, masks, model, overrides, say, minutes, aspect)
+    request = _request(place, masks, model, overrides, say, minutes, aspect, group)
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
@@ -84,13 +86,14 @@ def find_rate(
     workdir: str,
     *,
     masks: str = "",
+    group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
     """Returns a peak learning rate from a range test, without training a model."""
-    request = _request(place, masks, model, overrides, say, aspect=aspect)
+    request = _request(place, masks, model, overrides, say, 0.0, aspect, group)
     raw, _ = choose(request, workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
@@ -152,8 +155,9 @@ def _request(
     model: str,
     overrides: Mapping[str, object] | None,
     say: Callable[[str], None],
-    minutes: float = 0.0,
-    aspect: str = ASPECTS[0],
+    minutes: float,
+    aspect: str,
+    group: str,
 ) -> _Request:
     if aspect not in ASPECTS:
         raise UserError(f"aspect={aspect!r} is not one of {', '.join(ASPECTS)}")
@@ -165,6 +169,8 @@ def _request(
     if masks:
         place, folders = layout.common_folder(place, masks)
         keys |= folders
+    if group:
+        keys["data.group_key"] = group
     return _Request(place, model, keys, say, minutes, aspect)
 
 
