@@ -62,7 +62,7 @@ def evaluate(
     """
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
-    sigmoid = pretrained.loss == "sigmoid"
+    sigmoid = None if pretrained.targets else pretrained.loss == "sigmoid"
     model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
     axes, rules = model.config.model_axes, config.sharding.rules
     size = config.sharding.min_size

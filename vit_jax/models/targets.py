@@ -17,6 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.models.layers import CLASSIFIERS
 
 LOSSES = ("mse", "mae", "huber", "gaussian", "ordinal")
+PREDICTS_SPREAD = ("gaussian", "ordinal")  # Losses with intervals for each image.
 NORMAL_95 = 1.959964  # Standard deviations from the mean to the end of a 95 % interval.
 _TAIL = 0.025
 

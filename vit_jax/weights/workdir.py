@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import operator
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
@@ -12,6 +14,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
@@ -28,6 +31,9 @@ from vit_jax.weights.checkpoint_folders import (
     steps,
 )
 from vit_jax.weights.pretrained import Pretrained
+
+# File with the widths of intervals of predicted numbers, see `write_margins`.
+MARGINS = "margins.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +179,32 @@ def _others(params: dict, path: list[str]) -> dict:
     return others | ({first: inner} if inner else {})
 
 
+def write_margins(
+    workdir: str | os.PathLike, margins: Sequence[float] | None
+) -> None:
+    """Writes `Targets.margins` of the checkpoint that `load` reads by default.
+
+    None removes those of an earlier checkpoint.
+    """
+    path = epath.Path(workdir) / MARGINS
+    if margins is None:
+        path.unlink(missing_ok=True)
+        return
+    step = best(epath.Path(workdir)).get("step", steps(epath.Path(workdir))[-1])
+    replace_text(path, json.dumps({"step": step, "margins": list(margins)}) + "\n")
+
+
+def _with_margins(targets: Targets | None, workdir: str, step: int) -> Targets | None:
+    """Returns targets with the margins of `write_margins` if they are of this step."""
+    path = epath.Path(split_step(workdir)[0]) / MARGINS
+    if targets is None or not path.exists():
+        return targets
+    stored = read_json(path)
+    if stored.get("step") != step:
+        return targets
+    return dataclasses.replace(targets, margins=tuple(stored["margins"]))
+
+
 def load_pretrained(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Pretrained:
@@ -211,5 +243,5 @@ def load_pretrained(
         tokenizer=data.get("tokenizer", ""),
         start=checkpoint.config.get("init", {}).get("checkpoint", ""),
         multi_label=data.get("multi_label", False),
-        targets=checkpoint.targets,
+        targets=_with_margins(checkpoint.targets, os.fspath(workdir), checkpoint.step),
     )

@@ -57,6 +57,9 @@ class Labels:
     def cost(self, seen: Seen, speed: float) -> float:
         return 1.0
 
+    def contents(self, data: Mapping) -> str:
+        return f"of {data['num_classes']} classes"
+
     def sections(self, given: Given, side: int, batch: int) -> dict:
         best = rule.metric_of(given.images, {"multi_label": self.multi_label})
         return {

@@ -63,6 +63,9 @@ class Masks:
         values = _ASPECT * seen.images.side**2 * seen.data["num_classes"]
         return _WINDOWS + values * _PIXEL_SECONDS * speed / rule.EVALUATED
 
+    def contents(self, data: Mapping) -> str:
+        return f"of {data['num_classes']} classes"
+
     def sections(self, given: Given, side: int, batch: int) -> dict:
         model = models.create(
             **given.pretrained.options | {"image_size": (side, side), "num_classes": 0}
