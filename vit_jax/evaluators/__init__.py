@@ -14,6 +14,7 @@ EVALUATORS = Registry(
         "fewshot": "vit_jax.evaluators.fewshot:FewShotConfig",
         "knn": "vit_jax.evaluators.knn:NeighboursConfig",
         "probe": "vit_jax.evaluators.probe:ProbeConfig",
+        "ridge": "vit_jax.evaluators.ridge:RidgeConfig",
         "rank": "vit_jax.evaluators.feature_rank:RankConfig",
         "zero_shot": "vit_jax.evaluators.image_text:ZeroShotConfig",
         "retrieval": "vit_jax.evaluators.image_text:RetrievalConfig",

@@ -307,7 +307,8 @@ class EvalSplits:
         except NoLabels as error:
             raise UserError(
                 f"evals.{name} needs labels: {error}; or name a labelled data set in "
-                f"evals.{name}.name and evals.{name}.data_dir"
+                f"evals.{name}.name and evals.{name}.data_dir; or score numbers by "
+                "kind='regression' or 'ridge'"
             ) from error
         if data.exclude and split == data.split:
             source = exclude(source, data.exclude)
