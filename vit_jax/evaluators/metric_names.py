@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from vit_jax.evaluators import EVALUATORS
 from vit_jax.evaluators.splits import EvalConfig
 
-
 # Ends of the interval of a metric.
 _END = re.compile(r"[^/]+_(low|high)(/.*)?")
 

@@ -5,6 +5,7 @@ Letters: N examples, T targets, K levels, R resamples, S sums.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -20,7 +21,9 @@ from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 from vit_jax.models.targets import Decoded, Targets
 
 SEED = 0
-_DRAWS = 20_000_000  # Most random numbers of a bootstrap: of many images fewer resamples.
+_DRAWS = (
+    20_000_000  # Most random numbers of a bootstrap: of many images fewer resamples.
+)
 _FEWEST, _BLOCK = 200, 4_000_000
 _INTERVAL = (2.5, 97.5)  # Percentiles.
 
@@ -223,19 +226,22 @@ def resampled_means(
     return means
 
 
-def _named_metrics(scores: list, targets: Targets) -> dict[str, float]:
-    """Returns metrics with intervals by name, see `score`."""
+def _named_metrics(scores: list[tuple[dict, dict]], targets: Targets) -> dict:
+    """Returns metrics with intervals by name, see `score`.
+
+    `scores` has the metrics of each target and their values on resamples.
+    """
     metrics, several = {}, len(scores) > 1
     if several:
-        scale = {name: np.asarray(targets.std) for name in ("mae", "rmse")}
         for name in scores[0][0]:
-            known = [one for one in scores if name in one[0]]
-            by = scale.get(name, np.ones(len(scores)))
-            mean = lambda part: sum(
-                one[part][name] / s for one, s in zip(known, by, strict=False)
-            ) / len(known)
-            drawn = mean(1) if known[0][1] else None
-            metrics |= _with_interval(name, mean(0), drawn)
+            by = targets.std if name in ("mae", "rmse") else (1.0,) * len(scores)
+            known = [
+                (values[name] / s, drawn[name] / s if drawn else math.nan)
+                for (values, drawn), s in zip(scores, by, strict=True)
+                if name in values
+            ]
+            value, drawn = (sum(part) / len(known) for part in zip(*known, strict=True))
+            metrics |= _with_interval(name, value, drawn)
     for target, (values, drawn) in zip(targets.names, scores, strict=True):
         for name, value in values.items():
             at = f"{name}/{target}" if several else name
@@ -243,10 +249,11 @@ def _named_metrics(scores: list, targets: Targets) -> dict[str, float]:
     return metrics
 
 
-def _with_interval(name: str, value, drawn: np.ndarray | None) -> dict[str, float]:
+def _with_interval(name: str, value, drawn) -> dict[str, float]:
+    """Returns a metric, and its interval if `drawn` has values on resamples."""
     metric, _, target = name.partition("/")
     result = {name: float(value)}
-    if drawn is not None:
+    if np.ndim(drawn):
         for end, limit in zip(("low", "high"), np.percentile(drawn, _INTERVAL)):
             result[f"{metric}_{end}" + f"/{target}" * bool(target)] = float(limit)
     return result

@@ -93,9 +93,7 @@ class Targets:
         if self.loss == "ordinal":
             return self._decode_levels(outputs, xp)
         T = len(self.names)
-        mean, std = (
-            xp.asarray(v, outputs.dtype)[None] for v in (self.mean, self.std)
-        )
+        mean, std = (xp.asarray(v, outputs.dtype)[None] for v in (self.mean, self.std))
         values = mean + std * outputs[:, :T]
         if self.loss == "gaussian":
             sd = std * xp.exp(outputs[:, T:] / 2)
@@ -167,7 +165,7 @@ def above_levels(outputs: Array, num_targets: int, xp: ModuleType) -> Array:
     return xp.exp(-xp.logaddexp(0, -logits))
 
 
-def map_heads(params: dict, scale: np.ndarray, offset: np.ndarray) -> dict:
+def map_heads(params: dict, scale: Array, offset: Array) -> dict:
     """Returns parameters whose classifiers' outputs are scale * outputs + offset.
 
     Raises:

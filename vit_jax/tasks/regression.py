@@ -314,7 +314,7 @@ class Regression(Classification):
                 terms = log_variance + error * jnp.exp(-log_variance)
                 return (terms + math.log(2 * math.pi)) / 2
             case "huber":
-                return optax.losses.huber_loss(logits, encoded, self.config.delta)
+                return optax.losses.huber_loss(logits, encoded, delta=self.config.delta)
             case "mae":
                 return jnp.abs(logits - encoded)
             case _:

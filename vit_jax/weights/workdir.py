@@ -179,9 +179,7 @@ def _others(params: dict, path: list[str]) -> dict:
     return others | ({first: inner} if inner else {})
 
 
-def write_margins(
-    workdir: str | os.PathLike, margins: Sequence[float] | None
-) -> None:
+def write_margins(workdir: str | os.PathLike, margins: Sequence[float] | None) -> None:
     """Writes `Targets.margins` of the checkpoint that `load` reads by default.
 
     None removes those of an earlier checkpoint.

@@ -140,9 +140,7 @@ def open_arrays(
     if num_targets:
         targets = labels.astype(np.float32).reshape(len(labels), num_targets)
         return ArraySource(f"{name} {split}", images, None, (), numbering, targets)
-    return ArraySource(
-        f"{name} {split}", images, labels, tuple(class_names), numbering
-    )
+    return ArraySource(f"{name} {split}", images, labels, tuple(class_names), numbering)
 
 
 def open_digits(data: DataConfig, split: str) -> ArraySource:

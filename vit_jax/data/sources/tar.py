@@ -38,9 +38,9 @@ from jaxtyping import Integer
 
 from vit_jax.command_line import files
 from vit_jax.data import captions, class_names, splits
-from vit_jax.data.fields import target
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fields import target
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import folder
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory

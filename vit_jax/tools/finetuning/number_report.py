@@ -33,9 +33,7 @@ _MOST_POINTS = 2_000  # Of a figure.
 _PARTS = 5
 
 
-def write(
-    config: TrainConfig, result: Result, score: str
-) -> tuple[str, list[str]]:
+def write(config: TrainConfig, result: Result, score: str) -> tuple[str, list[str]]:
     """Writes the page of a run, and the widths of intervals beside its checkpoints.
 
     Args:
@@ -72,7 +70,9 @@ def write(
         return [page.picture(source, seen.records[i], caption(i)) for i in images]
 
     what = ", ".join(targets.names)
-    curves = {"r2": "R2"} | ({"mae": "mean absolute error"} if len(targets.names) == 1 else {})
+    curves = {"r2": "R2"} | (
+        {"mae": "mean absolute error"} if len(targets.names) == 1 else {}
+    )
     common = page.common(config, result, score, what, curves)
     values = {
         "scores": scores_table(result, targets, trained),
@@ -90,7 +90,9 @@ def write(
         "learnt": targets.loss in PREDICTS_SPREAD,
     }
     path = page.write(_TEMPLATE, common, result.workdir, **values)
-    lines = [f"{source.describe(int(seen.records[i]))}: {caption(i)}" for i in worst[:_WORST]]
+    lines = [
+        f"{source.describe(int(seen.records[i]))}: {caption(i)}" for i in worst[:_WORST]
+    ]
     return path, [f"worst:     {line}" for line in lines]
 
 
@@ -168,7 +170,8 @@ def scores_table(
         suffix = f"/{name}" * several
         for metric in metrics:
             value, low, high = (
-                result.scores.get(f"{metric}{end}{suffix}") for end in ("", "_low", "_high")
+                result.scores.get(f"{metric}{end}{suffix}")
+                for end in ("", "_low", "_high")
             )
             shown = f"{value:.4g}"
             if metric in ("mae", "rmse"):

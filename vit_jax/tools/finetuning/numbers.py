@@ -44,8 +44,12 @@ class Numbers:
                 )
             missing = len(column) - len(known)
             why = f"{missing:,} missing" if missing else ""
-            what = f"{name} from {known.min():g} to {known.max():g}, mean {known.mean():g}"
-            choices[f"data.target_key {name}" if len(self.names) > 1 else "--target"] = (
+            what = (
+                f"{name} from {known.min():g} to {known.max():g}, mean {known.mean():g}"
+            )
+            choices[
+                f"data.target_key {name}" if len(self.names) > 1 else "--target"
+            ] = (
                 what,
                 why,
             )
@@ -99,10 +103,11 @@ class Numbers:
         bad = [name for name, metric in of_each.items() if scores[metric] <= 0]
         if not bad:
             return []
-        return [
+        line = (
             f"note: for {', '.join(bad)} the mean of the scored images would be as good a "
             "prediction (R2 is not above 0)"
-        ]
+        )
+        return [line]
 
     def commands(self, model: str) -> list[str]:
         return [

@@ -28,7 +28,13 @@ from vit_jax.weights import checkpoint_folders
 
 # Keys of `config.data` that describe how the images are arranged.
 LAYOUT_KEYS = (*PLACE, "label_key", "multi_label", "group_key")
-LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values", "target_key")
+LAYOUT_KEYS += (
+    "mask_key",
+    "ignore_label",
+    "reduce_zero_label",
+    "mask_values",
+    "target_key",
+)
 
 
 class Found(Protocol):
