@@ -41,6 +41,13 @@ def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
     return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"
 
 
+def lower_is_better(metric: str) -> bool:
+    """Returns whether lower values of a metric are better, as for losses and errors."""
+    if metric.split("/")[0] in ("ece", "mae", "rmse"):
+        return True
+    return any(word in metric for word in ("loss", "error"))
+
+
 def is_fraction(metric: str) -> bool:
     """Returns whether a metric of an evaluator is a fraction, shown in percent."""
     kinds = [*EVALUATORS.values(), EvalConfig]  # This imports all evaluators.

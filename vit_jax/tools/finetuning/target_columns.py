@@ -11,8 +11,8 @@ from vit_jax.errors import UserError
 def detect(of: Table, labels: str, others: Sequence[str]) -> str:
     """Returns the column whose numbers are to be predicted; "" for a table of classes.
 
-    It is the column of labels if its numbers are measurements, see `are_measurements`.
-    Without a column of labels it is the only other column.
+    It is the column of labels if its numbers are mostly different. Without a column of
+    labels it is the only other column, if its numbers are mostly different or not whole.
 
     Args:
       of: table of the training images.
@@ -20,11 +20,11 @@ def detect(of: Table, labels: str, others: Sequence[str]) -> str:
       others: columns that are neither paths nor splits, groups or masks.
 
     Raises:
-      UserError: the only column has few whole numbers, which may be classes; or several
-        columns have numbers, and none has labels.
+      UserError: the only column has whole numbers that recur, which may be classes; or
+        several columns have numbers, and none has labels.
     """
     if labels:
-        return labels if are_measurements(numbers_of(of, labels)) else ""
+        return labels if are_different(numbers_of(of, labels)) else ""
     known = {name: numbers for name in others if (numbers := numbers_of(of, name))}
     if len(others) > 1 and known:
         raise UserError(
@@ -35,7 +35,7 @@ def detect(of: Table, labels: str, others: Sequence[str]) -> str:
     if not known:
         return ""
     ((name, numbers),) = known.items()
-    if are_measurements(numbers):
+    if are_different(numbers) or not all(one.is_integer() for one in numbers):
         return name
     raise UserError(
         f"column {name!r} of {of.path} has {len({*numbers}):,} different whole numbers in "
@@ -53,14 +53,12 @@ def numbers_of(of: Table, column: str) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def are_measurements(numbers: Sequence[float]) -> bool:
-    """Returns whether numbers are mostly different, or not whole, and so not classes.
+def are_different(numbers: Sequence[float]) -> bool:
+    """Returns whether numbers are mostly different, and so measurements, not classes.
 
     Class numbers may all be different in a small table: 0, 1, 2, ... or 1, 2, 3, ...
     """
     different = sorted({*numbers})
     count = len(different)
-    if any(not one.is_integer() for one in different):
-        return True
     in_order = different in ([*range(count)], [*range(1, count + 1)])
     return 2 * count > len(numbers) and not in_order
