@@ -92,7 +92,7 @@ def as_tfds(root):
     def examples():
         for i in range(N):
             age = np.nan if AGES[i] is None else AGES[i]
-            yield {"image": pixels(i), "age": age, "dark": int(DARK[i])}
+            yield {"image": png(pixels(i)), "age": age, "dark": int(DARK[i])}
 
     code = root / "code"
     code.mkdir(parents=True)

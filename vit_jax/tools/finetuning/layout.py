@@ -30,7 +30,7 @@ from vit_jax.data import catalogue, groups, masks, splits
 from vit_jax.data.config import PLACE, DataConfig, names_in
 from vit_jax.data.sources import SOURCES, folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
-from vit_jax.data.sources.base import Source, read_labels
+from vit_jax.data.sources.base import Source, check_known, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError
@@ -272,6 +272,7 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     data = columns(first.columns, str(first.path), data, labelled=labelled) | data
     if data.get("target_key"):
         wanted = list(names_in(data["target_key"]))
+        check_known("target_key", wanted, first.columns, first.path)
         what = f"numbers in {', '.join(map(repr, wanted))}"
     elif not labelled:
         wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
