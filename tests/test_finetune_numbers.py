@@ -121,7 +121,7 @@ def test_exports_have_units_and_intervals(place, run, tmp_path):
     files, notes = export.export(pretrained, "timm", tmp_path / "timm")
     assert "outputs of the classifier: age in years" in notes
     other = vit_jax.load_model(tmp_path / "timm", tell=lambda line: None)
-    assert other(image)[0, 0] == pytest.approx(one.value, rel=1e-4)
+    assert other(image)[0, 0] == pytest.approx(one.value, rel=5e-3)
 
 
 def test_several_columns_from_python_with_missing_numbers(place, tmp_path):
