@@ -323,3 +323,15 @@ def test_configs_that_contradict_themselves_are_refused(keys, message):
         complete = config(**keys)
         complete.task.check(complete.data)
         resolved(complete)
+
+
+def test_the_task_is_scored_on_images_that_it_is_not_trained_on(tmp_path):
+    evals = {"val": {"kind": "task", "split": "val"}}
+    evals["errors"] = {"kind": "regression", "split": "val", "resamples": 0}
+    done = train(config(total_steps=2, evals=evals), tmp_path / "run")
+    scores = {name: one["params"] for name, one in done["final"].items()}
+    std = resolved(config()).task.std[0]
+    # Images without a number have a loss of 0, and do not count in the errors.
+    known = scores["errors"]["examples"] / N
+    expected = (scores["errors"]["rmse"] / std) ** 2 * known
+    assert scores["val"]["loss"] == pytest.approx(expected, rel=1e-3)

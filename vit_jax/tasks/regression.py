@@ -297,6 +297,15 @@ class Regression(Classification):
         loss = (terms.sum(1) * batch["weight"]).mean()
         return loss, ({"loss": loss, **self._errors(logits, encoded, present)}, stats)
 
+    def held_out_metrics(self, params, extra, batch, rng):
+        """Returns the loss of each image: the mean over its present targets, or 0."""
+        network = self.backbone(params, extra)
+        images = batch["image"].astype(self.model.options["dtype"])
+        encoded, present = self.encode(batch[NAME])
+        terms = self.terms(self.model.apply(network, images)["logits"], encoded)
+        sums = jnp.where(present, terms, 0).sum(1)
+        return {"loss": sums / jnp.maximum(present.sum(1), 1)}
+
     def terms(
         self, logits: Float[Array, "B L"], encoded: Float[Array, "B N"]
     ) -> Float[Array, "B T"]:
