@@ -16,25 +16,21 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/finetune_your_images.ipynb)
 #
-# Published weights, taught the classes of your own photographs, in one call: how good the
-# model is on photographs that it has not learnt from, what it gets wrong, and the model as a
-# file to keep.
+# Fine-tunes published weights on your photographs in one call, scores the model on
+# photographs that it was not trained on, shows its mistakes, and exports it.
 #
-# The photographs lie in folders, one a class (`PHOTOS/<class>/...`), or one a split with
-# those in it (`PHOTOS/train/<class>/...`, `PHOTOS/val/<class>/...`); a table of paths and
-# labels does too. On Colab they come from a zip that you upload, with these folders at its
-# root, or from Google Drive; neither has been tried yet. The outputs below are of a tenth of
-# the training images of tf_flowers (CC-BY 2.0), and of all 736 to be scored on.
+# The photographs are in one folder per class (`PHOTOS/<class>/...`), or in such folders for
+# each split (`PHOTOS/train/<class>/...`, `PHOTOS/val/<class>/...`), or in a table of paths
+# and labels. On Colab they come from a zip that you upload, with these folders at its root,
+# or from Google Drive; neither has been tried yet. The outputs below are of a tenth of the
+# training images of tf_flowers (CC-BY 2.0), scored on all 736 test images.
 #
-# **Where this runs without Colab and without a network** (as in the project's own tests),
-# `photos` and `model` are set to a folder and a small model that are there already: the
-# two cells that ask Colab do nothing, and nothing is fetched.
+# Elsewhere, set `photos` to your folder; the two cells for Colab then do nothing.
 
 # %% [markdown]
-# The first cell fetches the repository (OWNER stands for the account where it is
-# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
-# After it, restart the runtime if it
-# asks for that, and go on with the next cell. Not yet run on Colab.
+# The first cell fetches and installs the repository if `vit_jax` is not installed, as in a
+# fresh Colab (OWNER stands for the account where it is published). Restart the runtime if
+# Colab asks for it, then continue with the next cell. Not yet run on Colab.
 
 # %%
 import glob
@@ -84,17 +80,16 @@ if ON_COLAB and not use_drive:
 # %% [markdown]
 # ## Train
 #
-# How the images lie is found out; size, batch, steps and rate are chosen by a rule, and each
-# choice is printed with the key that changes it: `batch_size=16` or
-# `**{"optim.learning_rate": 0.003}` as further arguments. If this is interrupted, the same
-# cell goes on. On a command line it is `python -m vit_jax.finetune photos`.
+# The arrangement of the images is detected; size, batch, steps and rate are chosen by a
+# rule, and each choice is printed with the key that changes it: pass `batch_size=16` or
+# `**{"optim.learning_rate": 0.003}` as further arguments. Run the cell again to resume. The
+# command is `python -m vit_jax.finetune photos`.
 
 # %%
 result = vit_jax.finetune(photos, workdir, model=model, minutes=minutes)
 
 # %% [markdown]
-# The accuracy on the photographs that it has not learnt from, with the interval in which it
-# lies in 19 of 20 such samples.
+# The accuracy on photographs that it was not trained on, with its 95 % interval.
 
 # %%
 low, high = result.interval
@@ -115,7 +110,7 @@ for path, classes in zip(paths, tuned.predict(paths, topk=2), strict=True):
 # %% [markdown]
 # ## Keep the result
 #
-# As a folder that timm reads; `"hf"`, `"google"` and `"safetensors"` are the other formats.
+# As a folder that timm reads; other formats are `"hf"`, `"google"` and `"safetensors"`.
 
 # %%
 best = weights.open_pretrained(workdir)

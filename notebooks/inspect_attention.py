@@ -16,18 +16,14 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/inspect_attention.ipynb)
 #
-# What a Vision Transformer looks at in a photograph, layer by layer; what it adds up to;
-# which patches spoke for a class; and what its parameters know of the image grid before
-# they have seen one.
-#
-# **Where there is no network** (as in the project's own tests) `source` is set to a small
-# model that is there already; nothing is fetched then.
+# Where a Vision Transformer looks in a photograph, layer by layer and over all layers,
+# which patches are relevant to a class, and what its parameters encode. Without a network,
+# set `source` to weights on disk.
 
 # %% [markdown]
-# The first cell fetches the repository (OWNER stands for the account where it is
-# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
-# After it, restart the runtime if it
-# asks for that, and go on with the next cell. Not yet run on Colab.
+# The first cell fetches and installs the repository if `vit_jax` is not installed, as in a
+# fresh Colab (OWNER stands for the account where it is published). Restart the runtime if
+# Colab asks for it, then continue with the next cell. Not yet run on Colab.
 
 # %%
 import glob
@@ -62,8 +58,8 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # %% [markdown]
 # ## The model and the photograph
 #
-# The size, crop and normalisation of images come with the weights, and are used here. So do
-# the names of classes; a thousand classes without names are taken for ImageNet's.
+# Size, crop and normalisation of images come with the weights, and so do class names; 1,000
+# classes without names are treated as ImageNet's.
 
 # %%
 found, preprocess = open_weights(source, {}, use_ema=True, num_heads=0, tell=print)
@@ -80,9 +76,9 @@ print(*(f"{p.name}: {p.probability:.1%}" for p in top), sep="\n")
 # %% [markdown]
 # ## Where [CLS] looks
 #
-# One array a layer, of images, heads, asking tokens and tokens looked at. The first token
-# is [CLS], the others are the patches, row by row. Here is the mean of the heads, scaled
-# in each layer from the least patch to the largest:
+# There is one array per layer, (images, heads, queries, keys). The first token is [CLS], the
+# others are the patches, row by row. This is the mean of the heads, scaled in each layer
+# from the smallest to the largest value:
 
 # %%
 maps = [
@@ -103,10 +99,10 @@ sheet = overlay.token_sheet(model, pixels, heads, names, columns=6)
 display(sheet.reduce(2), include=["image/jpeg"])
 
 # %% [markdown]
-# ## What it adds up to, and what spoke for a class
+# ## Rollout, and relevance to a class
 #
 # Attention rollout multiplies the layers; relevance weights attention by its gradient with
-# respect to a class, so that it differs from class to class.
+# respect to a class, so it differs between classes.
 
 # %%
 rolled = attention.rollout(
@@ -124,8 +120,9 @@ display(
 # %% [markdown]
 # ## How far each head looks
 #
-# The mean distance in pixels between a patch and what it looks at, a row a layer, a column
-# a head. Over many images the numbers are steadier: `python -m vit_jax.visualize`.
+# The mean distance in pixels between a patch and the patches that it attends to, one row
+# per layer and one column per head. `python -m vit_jax.visualize` averages over many
+# images.
 
 # %%
 weights = attention.attention_maps(model, params, images)
@@ -135,7 +132,7 @@ distances = attention.mean_attention_distance(
 print(distances[0].round(1))
 
 # %% [markdown]
-# ## What the parameters know
+# ## What the parameters encode
 #
 # The principal components of the patch embedding's filters:
 
@@ -144,7 +141,7 @@ sheet = overlay.filter_sheet(params, num_components=14, columns=7)
 display(sheet.reduce(2), include=["image/png"])
 
 # %% [markdown]
-# How alike the position embedding of one patch is to those of all others, for the patches
+# The similarity of one patch's position embedding to those of all others, for the patches
 # at two corners and near the middle:
 
 # %%

@@ -17,14 +17,13 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/quickstart.ipynb)
 #
 # Pretrains a small ViT on handwritten digits, fine-tunes it at twice the resolution,
-# classifies with it and hands it to timm: about three minutes on 2 CPU cores, and nothing
-# is downloaded but the packages.
+# classifies with it and exports it to timm: about three minutes on 2 CPU cores. Only the
+# packages are downloaded.
 
 # %% [markdown]
-# The first cell fetches the repository (OWNER stands for the account where it is
-# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
-# After it, restart the runtime if it
-# asks for that, and go on with the next cell. Not yet run on Colab.
+# The first cell fetches and installs the repository if `vit_jax` is not installed, as in a
+# fresh Colab (OWNER stands for the account where it is published). Restart the runtime if
+# Colab asks for it, then continue with the next cell. Not yet run on Colab.
 
 # %%
 import glob
@@ -63,8 +62,8 @@ finetune_epochs = 20
 # ## Pretrain
 #
 # A recipe is a file of plain data under `configs/`; any key can be replaced. `train`
-# returns what it also leaves in `report.json`, and resumes from the last checkpoint if
-# the cell is run again after a stop.
+# returns what it writes to `report.json`, and resumes from the last checkpoint if the cell
+# is run again after a stop.
 
 # %%
 settings = config.load("configs/digits.py", {"epochs": epochs})
@@ -81,7 +80,7 @@ report["final"]["test"]
 # ## Fine-tune at twice the resolution
 #
 # As in the paper: SGD, a new head, and position embeddings resized to the larger grid.
-# The table at the start says what was loaded and what became of it.
+# The table at the start lists what was loaded and how it was changed.
 
 # %%
 larger = config.load(
@@ -94,8 +93,8 @@ report["final"]["test"]
 # %% [markdown]
 # ## Predict
 #
-# A run's folder is a model: it holds its parameters, its class names and how images are
-# prepared for it.
+# A run's folder is a model: it holds the parameters, the class names and the preprocessing
+# of images.
 
 # %%
 classifier = prediction.Classifier(weights.open_pretrained(f"{workdir}/finetune"))
@@ -108,7 +107,7 @@ sheet = contact_sheet.draw(
 display(sheet, include=["image/png"])
 
 # %% [markdown]
-# ## Take it elsewhere
+# ## Export it to timm
 
 # %%
 found = weights.open_pretrained(f"{workdir}/finetune")

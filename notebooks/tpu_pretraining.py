@@ -17,18 +17,16 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/tpu_pretraining.ipynb)
 #
 # From one machine to a pod slice, cheapest step first: the recipe, the mesh, the program
-# compiled ahead of time for a slice that is not here, and the commands that rent one.
+# compiled ahead of time for a slice, and the commands that rent one.
 #
-# **This runs on any machine.** Where JAX finds a TPU (`on_tpu`) and `data_dir` says where
-# the data is, the recipe is trained as it is; elsewhere, as in the project's own tests,
-# three steps of a tiny model on made data stand in for it. Nothing is rented unless you
-# set `rent = True`.
+# **This runs on any machine.** With a TPU (`on_tpu`) and the data in `data_dir`, the recipe
+# is trained; elsewhere three steps of a tiny model on synthetic data take its place. Nothing
+# is rented unless you set `rent = True`.
 
 # %% [markdown]
-# The first cell fetches the repository (OWNER stands for the account where it is
-# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
-# After it, restart the runtime if it
-# asks for that, and go on with the next cell. Not yet run on Colab or a TPU.
+# The first cell fetches and installs the repository if `vit_jax` is not installed, as in a
+# fresh Colab (OWNER stands for the account where it is published). Restart the runtime if
+# Colab asks for it, then continue with the next cell. Not yet run on Colab or a TPU.
 
 # %%
 import glob
@@ -68,7 +66,7 @@ workdir = "runs/tpu"  # ... the run will be; gs://BUCKET/runs/... for several ho
 rent = False  # Renting costs money.
 
 # %% [markdown]
-# ## What is here
+# ## The devices
 
 # %%
 on_tpu = jax.default_backend() == "tpu"
@@ -77,9 +75,9 @@ print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## The mesh
 #
-# `data` holds copies of the parameters, `fsdp` splits them and gathers each layer where it
-# is needed, `model` splits heads and MLPs. One of the sizes may be -1, all that are left.
-# A batch is split over `data` x `fsdp`. Of the eight parts of the CPU:
+# `data` holds copies of the parameters, `fsdp` splits them and gathers each layer when it is
+# needed, `model` splits heads and MLPs. One of the sizes may be -1, all remaining devices. A
+# batch is split over `data` x `fsdp`. With eight virtual devices of the CPU:
 
 # %%
 for sizes in ({"data": -1}, {"fsdp": 4}, {"data": 1, "fsdp": -1, "model": 2}):
@@ -89,8 +87,8 @@ for sizes in ({"data": -1}, {"fsdp": 4}, {"data": 1, "fsdp": -1, "model": 2}):
 # %% [markdown]
 # ## Three steps
 #
-# The same run on two meshes ends at the same loss, to about 1e-5 in float32: the mesh is
-# a matter of memory and speed, not of the result. (A single device makes but one mesh.)
+# The same run on two meshes ends at the same loss, to about 1e-5 in float32: the mesh
+# changes memory and speed, not the result. (With one device there is only one mesh.)
 
 # %%
 count = jax.device_count()
@@ -102,9 +100,8 @@ for name, fsdp in (("data", 1), ("fsdp", math.gcd(count, 4))):
 # %% [markdown]
 # ## The program, ahead of time
 #
-# The real training step, compiled for a slice that is not here: does it fit, what does it
-# compute and send, and how fast can a step be at best? It takes the extra `tpu` (any Linux
-# machine); without it the line below says so.
+# The real training step, compiled for a slice: does it fit, what does it compute and send,
+# and how fast can a step be at best? This needs the extra `tpu` (any Linux machine).
 
 # %%
 words = [f"--config={compile_recipe}", f"--topology={topology}"]
@@ -120,8 +117,8 @@ print(done.stdout or done.stderr)
 # %% [markdown]
 # ## Train
 #
-# On a TPU this is the recipe itself, in this process, which is all there is to do on one
-# host. Elsewhere, and until `data_dir` names your bucket, nothing more happens here.
+# On a TPU this trains the recipe in this process, which is enough for one host. Elsewhere,
+# and until `data_dir` names your bucket, it does nothing.
 
 # %%
 if on_tpu and "BUCKET" not in data_dir:
@@ -132,8 +129,8 @@ if on_tpu and "BUCKET" not in data_dir:
 # ## A pod slice
 #
 # Several hosts run the same command. `launch/tpu_pod.sh` rents the slice, installs, starts
-# the command on all hosts and shows the log of the first, until you interrupt the cell:
-# the run continues without it. Edit its two lines first:
+# the command on all hosts and shows the log of the first until you interrupt the cell; the
+# run continues. Edit its two marked lines first:
 
 # %%
 print(*pathlib.Path("launch/tpu_pod.sh").read_text().splitlines()[:14], sep="\n")
@@ -143,7 +140,6 @@ if rent:
     subprocess.run(["bash", "launch/tpu_pod.sh"], check=True)
 
 # %% [markdown]
-# `bash launch/tpu_pod.sh stop` saves and ends, `bash launch/tpu_pod.sh train` goes on from
-# the last checkpoint, and `watch` shows the log again. `down` gives the slice back: until
-# then it costs money. The documentation has the rest: "Pretraining on a pod" and "On
-# pods, clusters and GPU nodes".
+# `bash launch/tpu_pod.sh stop` saves and ends, `train` resumes from the last checkpoint, and
+# `watch` shows the log again. `down` gives the slice back: until then it costs money. The
+# documentation has the rest: "Pretrain" and "Several hosts".

@@ -117,7 +117,7 @@ def write(path: str | os.PathLike, picture: Image.Image) -> None:
 
 
 def _lefts(sizes: Sequence[int]) -> list[int]:
-    """Returns the left side of groups of so many images."""
+    """Returns the left side, in pixels, of each group of images in a row."""
     lefts = [_GROUP_GAP]
     for size in sizes[:-1]:
         lefts.append(lefts[-1] + size * (_CELL + _GAP) - _GAP + _GROUP_GAP)

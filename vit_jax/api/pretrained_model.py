@@ -546,7 +546,7 @@ class PretrainedModel:
           batch_size: number of windows per batch.
 
         Returns:
-          A list with the class numbers of each image; for a single image, only its own.
+          A list with the class numbers of each image; for a single image, only these numbers.
 
         Raises:
           UserError: the model has no segmentation head, or an image cannot be read.
@@ -558,7 +558,7 @@ class PretrainedModel:
 
     @functools.cached_property
     def segmenter(self) -> label_maps.PixelClassifier:
-        """The segmentation head and its class names; UserError if there is none."""
+        """The segmentation head and its class names; UserError without one."""
         return label_maps.PixelClassifier(
             self._pretrained, self.preprocessing, self._given_names
         )

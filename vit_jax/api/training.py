@@ -172,7 +172,7 @@ def finetune(
       **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
 
     Returns:
-      The score on the test images, or on the validation images if there are none, with
+      The score on the test images, or without these on the validation images, with
       its 95 % interval, and the report of the run.
 
     Raises:

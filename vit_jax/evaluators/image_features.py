@@ -108,8 +108,8 @@ def of_split(
                 labels.append(label)
             yield row, one
 
-    found = _collected(numbered(), on_unreadable)
-    return found._replace(labels=np.array(labels)) if labelled else found
+    features = _collected(numbered(), on_unreadable)
+    return features._replace(labels=np.array(labels)) if labelled else features
 
 
 def _collected(

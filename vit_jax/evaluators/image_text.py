@@ -161,7 +161,7 @@ def score(
 ) -> Scored | None:
     """Computes the recalls at `k` in both directions.
 
-    "recall1" counts a caption as right for its own image only, as retrieval on COCO and
+    "recall1" counts a caption as right only for the image that it belongs to, as retrieval on COCO and
     Flickr30k is reported (google-research/big_vision 0127fb6, image_text_retrieval.py);
     "recall1_of_words" for all images with a caption of the same words.
 

@@ -56,7 +56,7 @@ class Suite:
       finite: whether infinite or NaN outputs of the classifier are an error; for
         features they always are. During training the loop checks the loss instead.
       order: default splits; the first that exists is read.
-      trained: task of a run; its states, shardings and text tower replace those of the
+      trained: task of a run; its state, shardings and text tower replace those of the
         parameters.
       tower: text tower of the network.
       segment: function of the network's parameters and images that segments, see
@@ -206,8 +206,8 @@ class Suite:
         """Scores sets of parameters.
 
         Args:
-          params: sets of parameters by name ("params", "ema"); sets of states with
-            `trained`.
+          params: sets of parameters by name ("params", "ema"); with `trained`, states of the
+            task by the same names.
           stop: function that is called before every batch and every solution; returning
             True stops.
           names: names of the evaluations to run; None for all.
@@ -303,7 +303,7 @@ class Suite:
             for params_name, outputs in results.items()
         }
 
-    def _draw(self, one: Pass, states: dict[str, tuple]) -> dict[str, np.ndarray]:
+    def _draw(self, one: Pass, trained: dict[str, tuple]) -> dict[str, np.ndarray]:
         """Returns the task's pictures of the first images of a split, side by side."""
         rows = np.arange(min(one.num_pictures, len(one.split.source)))
         if self._picture_step is None:
@@ -317,7 +317,7 @@ class Suite:
             {key: batch[key] for key in ("image", "index")}, self._mesh
         )
         strips = {}
-        for params_name, state in states.items():
+        for params_name, state in trained.items():
             pictures = jax.device_get(self._picture_step(state, batch))
             if pictures is not None:
                 strips[params_name] = np.concatenate(pictures, axis=2)[: len(rows)]

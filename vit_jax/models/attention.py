@@ -255,7 +255,7 @@ def _logits(query, key, dtype):
     return kernels.einsum("bhnk,bhmk->bhnm", query, key, dtype=dtype)
 
 
-# JAX's own derivative would read and write the weights, the largest arrays of the
+# JAX's derivative would read and write the weights, the largest arrays of the
 # network, more often (docs/decisions.md). JAX traces both passes of a derivative later,
 # perhaps outside of `with jax.default_matmul_precision(precision)`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -356,7 +356,7 @@ def attend_cudnn(
     (B, _, N, _), M = query.shape, key.shape[2]
     mask = None
     if segments is not None:
-        # Padding is a segment of its own, so it attends only to padding.
+        # Padding is a separate segment, so it attends only to padding.
         more = ((0, 0), (0, -N % CUDNN_TOKEN_STEP))
         mask = _valid_keys(None, M, jnp.pad(segments, more, constant_values=-1))
     elif lengths is None and (N % 2 or M % 2):

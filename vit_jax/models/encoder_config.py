@@ -193,7 +193,7 @@ class EncoderConfig(NetworkConfig):
 
     @property
     def relative(self) -> str:
-        """Key and value of positions of pairs of tokens; "" if there are none."""
+        """Key and value of positions of pairs of tokens; "" without such positions."""
         of_pairs = (kind for kind in self.positions if kind.of_pairs)
         return next((kind.describe(self) for kind in of_pairs), "")
 

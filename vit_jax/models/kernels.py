@@ -60,7 +60,7 @@ def _gelu_tanh_backward(x, grad):
 gelu_tanh.defvjp(lambda x: (gelu_tanh(x), x), _gelu_tanh_backward)
 
 
-# JAX's own derivative would keep several arrays of the size of `x` and read them more
+# JAX's derivative would keep several arrays of the size of `x` and read them more
 # often on CPU (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(

@@ -125,7 +125,7 @@ class Model:
         """Classifies images.
 
         Parameters and images are cast to the dtype of the computation, `config.dtype`.
-        A warning is logged if this dtype has more bits than theirs.
+        A warning is logged if this dtype has more bits than that of the parameters.
 
         Args:
           params: parameters, see `init`.

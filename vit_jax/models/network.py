@@ -130,7 +130,7 @@ class NetworkConfig(ModelConfig):
 
         Returns:
           Note about a setting that cannot be applied to this number of rows, which
-          continues a line about them: "... does not divide them"; "" if there is none.
+          continues a line about them: "... does not divide them"; "" if it can.
 
         Raises:
           UserError: the rows cannot be split over the devices.

@@ -144,7 +144,7 @@ class StdConv(nn.Module):
         return conv.apply({"params": {"kernel": kernel}}, x)
 
 
-# JAX's own derivative would read `x` more often.
+# JAX's derivative would read `x` more often.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def group_norm(
     x: Float[Array, "B Y X C"],

@@ -103,7 +103,7 @@ def join(tree: object, like: object) -> object:
 
 
 def difference(given: object, wanted: object) -> str:
-    """Returns the first difference between shapes of parameters; "" if there is none.
+    """Returns the first difference between shapes of parameters; "" if they are equal.
 
     Args:
       given: arrays or jax.ShapeDtypeStruct, or nested dicts of them, with stacked or

@@ -73,6 +73,6 @@ def compute(
     (patches,) = model.layer_features(params, images, key=key)
     if not fields.is_custom(model.config.variant):
         return Features(patches.mean((1, 2)), patches)
-    # Only a user's own network may pool in another way, which takes a second pass.
+    # Only a user's network may pool in another way, which takes a second pass.
     outputs = model.apply(params, images, train=key is not None, key=key)
     return Features(outputs["pre_logits"], patches)

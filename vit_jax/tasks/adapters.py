@@ -4,7 +4,7 @@
 state each copy of the network that starts from the run's weights (a student, a teacher)
 is replaced by the factors of low_rank.py. Its loss gets the merged networks. Its update
 gets the factors, so that a moving average of the student is an average of factors and
-has low rank too. All other parameters of the network are frozen. The wrapped task's own
+has low rank too. All other parameters of the network are frozen. The wrapped task's other
 parameters (heads, decoder, mask token) are trained whole.
 """
 
@@ -25,13 +25,13 @@ from vit_jax.tasks import TASKS
 from vit_jax.tasks.low_rank import LowRankConfig, LowRankUpdates
 from vit_jax.tasks.task import Task, TaskConfig, Tree, backbone_paths
 
-# These do not train a network in a dict of its own, or learn from labels or texts.
+# These do not keep the trained network in a separate dict, or learn from labels or texts.
 _NOT_WRAPPED = {"adapters", "classification", "distillation", "linear_probe", "lora"}
 _NOT_WRAPPED |= {"contrastive", "regression", "segmentation"}
 # By their names, because this module is imported while TASKS is read.
 _WRAPPED = Registry({k: v for k, v in TASKS.data.items() if k not in _NOT_WRAPPED})
 
-# Dtype by which copies of a network are found; no parameter has it.
+# Dtype that marks copies of a network; no parameter has it.
 _MARK = jnp.float16
 _NETWORK, _KERNELS, _FACTORS = "network", "kernels", "lora"
 
@@ -84,7 +84,7 @@ class Adapters(Task):
     Raises:
       UserError: a projection matches no kernel or is not a regular expression, the
         network has running means, or the wrapped task does not keep the network that it
-        trains in a dict of its own.
+        trains in a separate dict.
     """
 
     def __init__(self, config: AdaptersConfig, inner: Task):
@@ -102,7 +102,7 @@ class Adapters(Task):
         if not trained or len(trained[0]) == 1:
             raise UserError(
                 f"task.of.name={config.of.name!r} does not keep the network that it trains "
-                f"in a dict of its own: choose of {', '.join(_WRAPPED)}"
+                f"in a separate dict: choose of {', '.join(_WRAPPED)}"
             )
         self.trained = "/".join(trained[0][1:])
         self.statistics = (*inner.statistics, _FACTORS)
@@ -211,7 +211,7 @@ class Adapters(Task):
         """Returns the operations per image: two thirds of the wrapped task's.
 
         The backward pass of the network skips kernel gradients. This is an estimate:
-        the gradients of the wrapped task's own parameters are not skipped, and a
+        the gradients of the wrapped task's other parameters are not skipped, and a
         teacher has no backward pass. The low-rank products are not counted.
         """
         flops = self.inner.training_flops()
@@ -236,8 +236,8 @@ class Adapters(Task):
         """Returns the wrapped task's `extra`, with factors in place of networks."""
         if not self._has_extra:
             return None
-        own = (_NETWORK, _KERNELS, _FACTORS)
-        return {name: value for name, value in extra.items() if name not in own}
+        added = (_NETWORK, _KERNELS, _FACTORS)
+        return {name: value for name, value in extra.items() if name not in added}
 
     def _extra(self, inner: Tree, network: dict, kernels: dict, factors: dict) -> dict:
         return {

@@ -179,7 +179,7 @@ class FeatureDistillation(ImageTask):
     see `TaskConfig.build`, the teachers' files are not read.
 
     A teacher's patches are resized to the student's grid, because targets have no
-    backward pass, and every patch of the student then has one target of its own.
+    backward pass, and every patch of the student then has one target.
 
     Raises:
       UserError: the data has classes, no teacher is set, or a teacher or the student

@@ -258,7 +258,7 @@ def softmax(
       chunk: upper limit of M, see `reduce_pairs`.
 
     Returns:
-      The loss; and for each image 1 if its own text is the most similar of all, else 0.
+      The loss; and for each image 1 if its text is the most similar of all, else 0.
     """
     reduced = reduce_pairs(LOG_SUM_EXP, chunk, images, texts, scale, bias)
     matching = jnp.sum(images * texts, axis=1)

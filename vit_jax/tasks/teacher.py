@@ -30,7 +30,7 @@ UNTRAINED = "untrained"
 
 
 class Teacher:
-    """A frozen network, which gets the student's images in its own normalisation.
+    """A frozen network, which gets the student's images in the teacher's normalisation.
 
     Args:
       key: config key that names the weights, for messages, such as "task.teacher".
@@ -131,7 +131,7 @@ class Teacher:
         """Converts normalised images of the student to those of the teacher.
 
         The normalisation is exchanged. Images of another size are resized to the
-        teacher's, whatever their aspect ratio, by the filter of the teacher's own
+        teacher's, whatever their aspect ratio, by the filter of the teacher's
         preprocessing if that is bicubic, otherwise bilinear; both are antialiased.
         """
         size = self.network.image_shape[:2]

@@ -1,1 +1,1 @@
-"""Jobs built on the library, each in its own folder; the library imports none of them."""
+"""Jobs built on the library, one per folder; the library imports none of them."""

@@ -198,7 +198,7 @@ class BestCheckpoint:
       saved: steps that are saved; other steps cannot be chosen.
 
     Attributes:
-      step: number of steps taken at the best evaluation; 0 if there is none.
+      step: number of steps taken at the best evaluation; 0 before the first.
       score: value of the metric at that step.
     """
 
@@ -224,7 +224,7 @@ class BestCheckpoint:
 
     @property
     def record(self) -> dict:
-        """Step, metric and score of the best evaluation; empty if there is none."""
+        """Step, metric and score of the best evaluation; empty before the first."""
         if not self.step:
             return {}
         return {"step": self.step, "metric": self._metric, "score": self.score}

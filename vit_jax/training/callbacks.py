@@ -46,7 +46,7 @@ class Run:
       callbacks: all callbacks, in the order in which they are called.
       notes: lines to be logged before the first step.
       final: scores of the newest evaluations.
-      best: step, metric and score of the best checkpoint; empty if there is none.
+      best: step, metric and score of the best checkpoint; empty without one.
       ending: whether to end the run after the callbacks, because a signal was received.
     """
 

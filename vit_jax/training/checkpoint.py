@@ -55,8 +55,8 @@ class Checkpointer:
     Attributes:
       failures: number of failed saves since this start.
       data: fingerprint of the training split.
-      latest: step of the newest finished checkpoint, equal on all processes; None if
-        there is none.
+      latest: step of the newest finished checkpoint, equal on all processes; None
+        before the first.
       begun: step of the newest checkpoint that is finished or being saved, or None.
     """
 
@@ -122,7 +122,7 @@ class Checkpointer:
         )
 
     def put_damaged_aside(self) -> list[str]:
-        """Renames checkpoints that `verify` found damaged; returns notes on them."""
+        """Renames checkpoints that failed `verify`; returns notes on them."""
         for step in self._damaged if jax.process_index() == 0 else ():
             aside = leftovers.put_aside(folders.path_of(self._workdir, step), "damaged")
             print_error(

@@ -196,7 +196,7 @@ class Watchdog:
 
         Args:
           what: event that has finished, such as "step 12".
-          step: whether it is a training step.
+          step: True for a training step.
         """
         if step:
             self._limit = self._timeout

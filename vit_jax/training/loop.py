@@ -188,7 +188,7 @@ def _start_compiling(config, setup) -> Callable[[], Step]:
 
 
 def _take_steps(run, timer, tracing, compiled_step) -> None:
-    """Takes the steps of this start; calls the callbacks after each and at the end."""
+    """Runs the steps of this start; calls the callbacks after each and at the end."""
     config, setup = run.config, run.setup
     data_shard, num_data_shards = meshes.data_shard(setup.mesh)
     batches = pipeline.train_batches(

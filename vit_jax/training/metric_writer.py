@@ -32,7 +32,7 @@ finally:
 class Events:
     """Appends to a new TensorBoard event file in a folder, in the calling thread.
 
-    tensorboardX's own writer has a thread that dies on a full disk; after ten more
+    tensorboardX's writer has a thread that dies on a full disk; after ten more
     events its caller waits forever. Here the caller gets the error.
 
     Args:

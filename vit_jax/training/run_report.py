@@ -78,7 +78,7 @@ def commit() -> str | None:
 
 
 def read_report(workdir: str | os.PathLike) -> dict | None:
-    """Returns the report of a finished run; None if there is none.
+    """Returns the report of a finished run; None without a report.
 
     Raises:
       UserError: the file is damaged.

@@ -75,8 +75,8 @@ def tensors_of(pretrained: Pretrained) -> Tensors:
     family = as_transformers(pretrained).family
     with tempfile.TemporaryDirectory() as folder:
         WRITERS[family.to].write(pretrained, pathlib.Path(folder))
-        found = files.read(folder)
-    return dataclasses.replace(found, path=pretrained.source, notes=pretrained.notes)
+        tensors = files.read(folder)
+    return dataclasses.replace(tensors, path=pretrained.source, notes=pretrained.notes)
 
 
 def fits(adapter: Tensors, base: Tensors) -> bool:

@@ -59,7 +59,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     for path in paths:
         layer, pair = _pair(table, path, factors, params[f"{path}/kernel"])
         pairs[prefix + _in_memory(family, layer)] = pair
-    found = {
+    tensors = {
         f"{_PREFIX}{layer}.lora_{which}.weight": factor
         for layer, pair in pairs.items()
         for which, factor in zip("AB", pair, strict=True)
@@ -67,7 +67,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     whole = _classifiers(arrays)  # The task `lora` trains them, no other has one.
     for layer in whole:
         for kind in ("weight", "bias"):
-            found[f"{_PREFIX}{layer}.{kind}"] = arrays[f"{layer}.{kind}"]
+            tensors[f"{_PREFIX}{layer}.{kind}"] = arrays[f"{layer}.{kind}"]
     modules = {
         prefix + _in_memory(family, name.removesuffix(".weight")) for name in arrays
     }
@@ -75,7 +75,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     notes += _add_preprocess(contents, pretrained, options["channels"])
     if pretrained.class_names and options["num_classes"]:
         notes.append("class names: left out, PEFT's format has no place for them")
-    files.write_folder(folder, found, contents, _WEIGHTS)
+    files.write_folder(folder, tensors, contents, _WEIGHTS)
     return [*notes, *_compare(pretrained, folder, paths)]
 
 
@@ -91,7 +91,7 @@ def _pair(
         where = entry.name if entry else "no array"
         raise UserError(
             f"--to=peft: {path} is a part of {where} in the format of transformers, which "
-            "cannot have an update of its own: write the network with --to=safetensors, "
+            "cannot have an update by itself: write the network with --to=safetensors, "
             "or train with other task.projections"
         )
     a, b = factors[f"{path}/a"], factors[f"{path}/b"]
@@ -109,10 +109,10 @@ def _pair(
     return entry.name.removesuffix(".weight"), (down, up)
 
 
-def _are_close(found: np.ndarray, expected: np.ndarray) -> bool:
+def _are_close(values: np.ndarray, expected: np.ndarray) -> bool:
     most = np.abs(expected).max(initial=0)
-    return found.shape == expected.shape and np.allclose(
-        found, expected, rtol=0, atol=_TOLERANCE * most
+    return values.shape == expected.shape and np.allclose(
+        values, expected, rtol=0, atol=_TOLERANCE * most
     )
 
 
@@ -197,10 +197,10 @@ def _compare(
         again = open_pretrained(folder)
     except UserError as error:
         return [f"not compared with the run's network: {error}"]
-    found = flatten_dict(again.params, sep="/")
+    adapted = flatten_dict(again.params, sep="/")
     wanted = flatten_dict(pretrained.params, sep="/")
     updated = {f"{path}/kernel" for path in paths}
-    same = lambda name: name in found and _are_close(found[name], wanted[name])
+    same = lambda name: name in adapted and _are_close(adapted[name], wanted[name])
     differ = sorted(name for name in wanted if not same(name))
     if wrong := [name for name in differ if name in updated]:
         raise UserError(
@@ -210,7 +210,7 @@ def _compare(
         )
     if not differ:
         return ["with its base, equal to the network of the run"]
-    first = found.get(differ[0])
+    first = adapted.get(differ[0])
     shape = "" if first is None else f", {first.shape} in the base"
     more = f", and {len(differ) - 1} others" if differ[1:] else ""
     note = f"not in the adapter, but different in the base: {differ[0]}{shape}{more}"

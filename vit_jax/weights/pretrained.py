@@ -30,7 +30,7 @@ class Pretrained:
       notes: a line for each thing that reading changed or dropped.
       task: `config.task` of the training; empty if unknown.
       task_params: parameters of the task outside the network, such as {"decoder": ...},
-        a nested dict of NumPy arrays; empty if there are none or they were not
+        a nested dict of NumPy arrays; empty if the task has none or they were not
         requested.
       tokenizer: path or address of the text tower's tokenizer; empty if unknown.
       start: checkpoint that the training started from; empty if it started from random

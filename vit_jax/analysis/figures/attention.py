@@ -81,7 +81,7 @@ class QueryFigure(Figure):
         most = loaded.preprocess.max_tokens
         if not most:
             Query(loaded.model, self.query)
-        elif self.query:  # Each image has its own grid; its query is built later.
+        elif self.query:  # Grids differ between images; queries are built later.
             row, column = self.query
             if min(row, column) < 0 or (row + 1) * (column + 1) > most:
                 raise UserError(

@@ -114,12 +114,12 @@ class Positions:
 
     def members(self, endings: Sequence[str]) -> Integer[np.ndarray, " S"]:
         """Returns the member of each sample with the first ending it has; -1 if none."""
-        found = np.full(len(self.ends), -1, np.int64)
+        members = np.full(len(self.ends), -1, np.int64)
         for ending in reversed(endings):
             if ending in self.endings:
                 chosen = self.ending == self.endings.index(ending)
-                found[self.sample[chosen]] = np.flatnonzero(chosen)
-        return found
+                members[self.sample[chosen]] = np.flatnonzero(chosen)
+        return members
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +218,7 @@ def open_tar(data: DataConfig, split: str) -> TarSource | ArraySource:
     """Opens a split of tar files, or decodes it into memory if its images are small.
 
     Raises:
-      NoSplit: there are no such files.
+      NoSplit: the split has no files.
       NoLabels: no sample of the split has the member of the classes.
       UserError: no tar files exist, or one is damaged or compressed.
     """
@@ -257,8 +257,8 @@ def open_tar(data: DataConfig, split: str) -> TarSource | ArraySource:
     parts = {}
     for name, place in _wanted(data).items():
         ending = place.partition(":")[0]
-        found = [positions[path].members([ending])[kept[path]] for path in chosen]
-        parts[name] = of_rows(found), place
+        numbers = [positions[path].members([ending])[kept[path]] for path in chosen]
+        parts[name] = of_rows(numbers), place
     if "label" in parts and (parts["label"][0] < 0).all():
         raise NoLabels(
             f"data.label_key={data.label_key!r}: no sample of {root} has a member "
@@ -521,7 +521,7 @@ def find(root: pathlib.Path, setting: str) -> dict[str, list[pathlib.Path]]:
       setting: flag or key with its value, for messages.
 
     Raises:
-      UserError: there are none, or some are in folders and some are not.
+      UserError: no tar file exists, or only some of them are in folders.
     """
     below = {}
     if root.is_file():

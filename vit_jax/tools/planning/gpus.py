@@ -1,7 +1,7 @@
 """NVIDIA GPUs by name, for compilation on a machine without a GPU.
 
 XLA compiles for a GPU from a description of it (`GpuTargetConfigProto`). The numbers
-are those that openxla/xla keeps for its own tests
+are those in the tests of openxla/xla
 (xla/backends/gpu/target_config/specs, read in November 2026). JAX is imported late,
 because it reads the environment that `Gpus.prepare` sets.
 """

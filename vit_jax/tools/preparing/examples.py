@@ -11,7 +11,7 @@ class ExampleFormat:
     """Features of a data set: "image", "path", and perhaps "label" and "text".
 
     Attributes:
-      class_names: class names in label order; () if there are none.
+      class_names: class names in label order; () without labels.
       labelled: whether records have a class number; always true with class names.
       captioned: whether records have a caption.
     """

@@ -48,7 +48,7 @@ class Request:
         return {key: value for key, value in values.items() if value not in ("", [])}
 
 
-# Functions that return the job for each kind of folder; modules add theirs.
+# Functions that return the job for each kind of folder; modules add to it.
 KINDS: dict[str, Callable[[Request], Job]] = {}
 
 

@@ -121,8 +121,8 @@ def find(
     on its validation split, as `finetune` divides it. Files of its validation and test
     split are left out of the training and held-out images if the same files are among
     them; files of its training split are trained on. `validation` is then a part of the
-    other images. If `labels` equals a place, the place's own folders of classes are
-    used as above, or for a data set, its labels: `labelled` learns from the training
+    other images. If `labels` equals a place, its folders of classes are used as
+    above, or for a data set, its labels: `labelled` learns from the training
     records and is scored on the held-out ones.
 
     Args:
@@ -153,9 +153,9 @@ def find(
     paths = [pathlib.Path(place).expanduser().resolve() for place in places]
     if any(map(_is_of_shards, paths)):
         root = _folder_of_shards(paths)
-        own = labels and os.path.realpath(os.path.expanduser(labels))
-        is_own = own == os.path.realpath(root)
-        return _of_shards(root, given, workdir, str(root) if is_own else labels)
+        labelled = labels and os.path.realpath(os.path.expanduser(labels))
+        is_same = labelled == os.path.realpath(root)
+        return _of_shards(root, given, workdir, str(root) if is_same else labels)
     return _of_files(paths, given, workdir, labels)
 
 
@@ -206,10 +206,10 @@ def _of_files(
         files = list(by_path.values())
     where = " and ".join(map(str, paths[:3])) + ", ..." * (len(paths) > 3)
     labelled = None
-    own = {os.path.realpath(path) for path in paths}
-    is_own = labels and os.path.realpath(os.path.expanduser(labels)) in own
+    given_paths = {os.path.realpath(path) for path in paths}
+    is_same = labels and os.path.realpath(os.path.expanduser(labels)) in given_paths
     has_classes = any(each.label for each in files)
-    if labels and labels != NO_LABELS and not (is_own and has_classes):
+    if labels and labels != NO_LABELS and not (is_same and has_classes):
         labelled, apart = _labels_of(labels, workdir)
         files = [dataclasses.replace(each, label="") for each in files]
         kept = [each for each in files if os.path.realpath(each.path) not in apart]
@@ -251,22 +251,22 @@ def _of_files(
 def _files(
     path: pathlib.Path, given: Mapping, *, labelled: bool
 ) -> tuple[list[_File], list[str]]:
-    """Returns the images of a place, and notes on what is left out."""
+    """Returns the images of a place, and notes on omitted files."""
     if path.is_file() and path.name.lower().endswith(folder.EXTENSIONS):
         return [_File(str(path), path.name, path.stat().st_size)], []
     if path.is_file():
         return _of_table(path, given)
-    found = folder.images_below(path, ".")
+    images = folder.images_below(path, ".")
     others = folder.other_files(path)
-    if not found:
+    if not images:
         if table.tables_in(path):
             return _of_table(path, given)
         raise UserError(_no_images(path, others))
     notes = []
-    found, masks, where = _without_masks(path, found)
+    images, masks, where = _without_masks(path, images)
     if masks:
         notes.append(f"masks left out: {masks:,} ({where})")
-    if bad := [name for name, size in found if not size or not _is_text(name)]:
+    if bad := [name for name, size in images if not size or not _is_text(name)]:
         notes.append(
             "files left out that are empty, broken links or not named in UTF-8: "
             f"{len(bad):,}, such as {bad[0]!a}"
@@ -279,7 +279,7 @@ def _files(
     left_out = {*bad}
     files = [
         _File(os.path.join(path, name), name, size)
-        for name, size in found
+        for name, size in images
         if name not in left_out
     ]
     files, more = _by_folders(files, labelled=labelled)
@@ -323,12 +323,12 @@ def _of_table(path: pathlib.Path, given: Mapping) -> tuple[list[_File], list[str
 
 
 def _without_masks(
-    path: pathlib.Path, found: Sequence[tuple[str, int]]
+    path: pathlib.Path, images: Sequence[tuple[str, int]]
 ) -> tuple[list[tuple[str, int]], int, str]:
     """Returns the images that are not masks, the number of masks and their place."""
     key = mask_folders.usual_mask_key(path)
     of_masks = {key, *_MORE_MASKS} if key else set()
-    stems = {os.path.splitext(name)[0] for name, _ in found}
+    stems = {os.path.splitext(name)[0] for name, _ in images}
 
     def is_mask(name: str) -> bool:
         if of_masks and not of_masks.isdisjoint(name.split("/")[:-1]):
@@ -339,9 +339,9 @@ def _without_masks(
             for suffix in mask_folders.SUFFIXES
         )
 
-    kept = [each for each in found if not is_mask(each[0])]
+    kept = [each for each in images if not is_mask(each[0])]
     where = f"the folder {key!r}" if key else "names such as *_mask.png"
-    return kept, len(found) - len(kept), where
+    return kept, len(images) - len(kept), where
 
 
 def _by_folders(
@@ -368,14 +368,14 @@ def _by_folders(
     # Images of other classes, or of none, cannot be scored.
     known = {*names}
     class_of = lambda of: composed(of[1]) if len(of) == 3 else ""
-    found = [class_of(of) if class_of(of) in known else "" for _, of in held]
-    if not any(found):
+    classes = [class_of(of) if class_of(of) in known else "" for _, of in held]
+    if not any(classes):
         trained = [
             dataclasses.replace(each, label="") if held else each for each in trained
         ]
     held = [
         dataclasses.replace(each, label=label, split=VALIDATION[0])
-        for (each, _), label in zip(held, found, strict=True)
+        for (each, _), label in zip(held, classes, strict=True)
     ]
     # Of several validation splits, the first one is used.
     usual = {*VALIDATION, *TEST}
@@ -449,13 +449,13 @@ def _row(file: _File, with_labels: bool) -> dict[str, str]:
 
 def _labels_of(labels: str, workdir: str) -> tuple[dict, set[str]]:
     """Returns keys of an evaluation on labelled images, and files not to train on."""
-    found = layout.find(labels, {}, workdir)
-    layout.check_one_class(found, f"labels={labels}")
-    labelled = _of_evaluation(found.data)
-    labelled |= {"train": found.data["split"], "test": found.validation}
+    source_layout = layout.find(labels, {}, workdir)
+    layout.check_one_class(source_layout, f"labels={labels}")
+    labelled = _of_evaluation(source_layout.data)
+    labelled |= {"train": source_layout.data["split"], "test": source_layout.validation}
     apart = set()
-    for split in filter(None, (found.validation, found.test)):
-        source = found.open(split)
+    for split in filter(None, (source_layout.validation, source_layout.test)):
+        source = source_layout.open(split)
         if isinstance(source, folder.FolderSource):
             apart |= {os.path.realpath(source.describe(i)) for i in range(len(source))}
     return labelled, apart
@@ -484,7 +484,7 @@ def _has_shards(path: pathlib.Path) -> bool:
 
 
 def _folder_of_shards(paths: Sequence[pathlib.Path]) -> pathlib.Path:
-    """Returns the place of tar shards: a path, or the folder of which all are given."""
+    """Returns the place of tar shards: a path, or the folder whose shards are all given."""
     if len(paths) == 1:
         return paths[0]
     above = paths[0].parent
@@ -498,7 +498,7 @@ def _folder_of_shards(paths: Sequence[pathlib.Path]) -> pathlib.Path:
 
 
 def _of_shards(root: pathlib.Path, given: Mapping, workdir: str, labels: str) -> Photos:
-    """Returns the splits of tar shards; `labels` may be their own place."""
+    """Returns the splits of tar shards; `labels` may be the same place."""
     names = list(tar.find(root, str(root)))
     train = first_of(TRAIN, names) or names[0]
     data = {**given, "name": "tar", "data_dir": str(root), "num_classes": 0}
@@ -507,7 +507,7 @@ def _of_shards(root: pathlib.Path, given: Mapping, workdir: str, labels: str) ->
 
 
 def _of_name(place: str, given: Mapping, workdir: str, labels: str) -> Photos:
-    """Returns the splits of a data set; `labels` may be its own name."""
+    """Returns the splits of a data set; `labels` may be its name."""
     name = layout.set_name(place)
     data, names = {"name": name, **given, "num_classes": 0}, [TRAIN[0]]
     if parquet.is_hub(name):
@@ -527,12 +527,12 @@ def _of_name(place: str, given: Mapping, workdir: str, labels: str) -> Photos:
 def _of_records(
     place: str, data: Mapping, source: Source, train: str, workdir: str, labels: str
 ) -> Photos:
-    """Returns the splits of an open source, of which `train` is the training split."""
+    """Returns the splits of an open source, whose training split is `train`."""
     numbering = source.split_numbering()
     sizes = numbering.sizes if numbering else {train: len(source)}
     trained = [train]
     trained += [s for s in sizes if s.lower() in _WITHOUT_LABELS and s not in trained]
-    total, own = sum(sizes[name] for name in trained), labels == place
+    total, is_labelled = sum(sizes[name] for name in trained), labels == place
     validation = first_of(VALIDATION, [name for name in sizes if name not in trained])
     if total + sizes.get(validation, 0) < LEAST:
         raise _too_few(place, total, [])
@@ -549,8 +549,8 @@ def _of_records(
         # Records of TFDS are shuffled; those of other sets are often sorted by class.
         blocks = 1 if not key_of(data["name"]) else _BLOCKS
         # Only splits with labels can score them.
-        pool = [train] if own else trained
-        cut = functools.partial(_cut, blocks=blocks, labelled=own)
+        pool = [train] if is_labelled else trained
+        cut = functools.partial(_cut, blocks=blocks, labelled=is_labelled)
         parts = [cut(name, sizes[name]) for name in pool]
         rest = [name for name in trained if name not in pool]
         kept = "+".join([*(part for part, _, _ in parts), *rest])
@@ -558,7 +558,7 @@ def _of_records(
         held = sum(number for _, _, number in parts)
         count = total - held
     labelled = None
-    if own:
+    if is_labelled:
         labelled = _of_evaluation(data)
         learnt = "+".join(part for part, _, _ in parts) if parts else train
         labelled |= {"train": learnt, "test": test}
@@ -639,7 +639,7 @@ def _too_few(where: object, count: int, notes: Sequence[str]) -> UserError:
     left_out = f" ({'; '.join(notes)})" if notes else ""
     images = "one image" if count == 1 else f"{count} images"
     return UserError(
-        f"{where} has {images}{left_out}: give {LEAST} or more, of which two are held out"
+        f"{where} has {images}{left_out}: give {LEAST} or more; two of them are held out"
     )
 
 

@@ -102,8 +102,8 @@ def pretrain(
     )
     follow = scores.Follow(say)
     config, done = settings.train(request, choose, workdir, (follow, *callbacks))
-    found = scores.read(workdir, config)
-    result = Result(done, workdir, found, done["examples"], bool(model))
+    compared = scores.read(workdir, config)
+    result = Result(done, workdir, compared, done["examples"], bool(model))
     if jax.process_count() > 1:  # No process has all the parameters.
         return result
     trained = weights.open_pretrained(workdir, with_task=bool(lora))
@@ -278,7 +278,7 @@ def _request(
         raise UserError(f"method={method!r} has no teacher: leave one of them out")
     if variant and model:
         raise UserError(
-            f"variant={variant!r} with model={masked(model)!r}, which has its own: leave one "
+            f"variant={variant!r} with model={masked(model)!r}, which has one too: leave one "
             "of them out"
         )
     if lora and not model:
@@ -349,8 +349,8 @@ def _side_of(given: Given, overrides: Mapping[str, object]) -> int:
 
 
 def _open(request: _Request, workdir: str) -> Given:
-    found = request.find(workdir)
-    images = rule.look_at(found.open(found.data["split"]), None)
+    splits = request.find(workdir)
+    images = rule.look_at(splits.open(splits.data["split"]), None)
     if request.model:
         pretrained = weights.open_pretrained(request.model, with_task=True)
         for note in pretrained.notes:
@@ -372,9 +372,9 @@ def _open(request: _Request, workdir: str) -> Given:
         preprocess = Preprocess((side, side), **means, crop_fraction=0.875)
     size = {"image_size": (side, side), "num_classes": 0}
     network = models.create(**options | size)
-    validated = len(found.open(found.validation))
+    validated = len(splits.open(splits.validation))
     teachers = request.teachers
-    return Given(found, images, validated, network, preprocess, pretrained, teachers)
+    return Given(splits, images, validated, network, preprocess, pretrained, teachers)
 
 
 def _evaluated(given: Given) -> int:

@@ -73,20 +73,20 @@ def read(workdir: str | os.PathLike, config: TrainConfig) -> Scores:
     rows = {}
     lines = (epath.Path(workdir) / "metrics.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
-        if found := _compared(line, config):
-            rows.setdefault(line["step"], {}).update(found)
+        if compared := _compared(line, config):
+            rows.setdefault(line["step"], {}).update(compared)
     return Scores(rows, config.checkpoint.best_metric)
 
 
 def _compared(flat: Mapping[str, object], config: TrainConfig) -> dict[str, float]:
     """Returns the scores that are compared, without the name of the parameters."""
     kind = "ema" if config.has_average else "params"
-    found = {}
+    scores = {}
     for name in dict.fromkeys((*COMPARED, config.checkpoint.best_metric)):
         evaluation, _, metric = name.partition("/")
         if (key := f"{evaluation}/{kind}/{metric}") in flat:
-            found[name] = flat[key]
-    return found
+            scores[name] = flat[key]
+    return scores
 
 
 class Follow(Callback):
@@ -101,13 +101,13 @@ class Follow(Callback):
             self._start = read(run.workdir, run.config).by_step.get(0, {})
 
     def evaluate(self, step: int, scores: Mapping[str, float]) -> None:
-        found = _compared(scores, self._config)
+        compared = _compared(scores, self._config)
         if not step:
-            self._start = found
+            self._start = compared
             return
         words = [
             f"{_title(name)} {_text(name, value)} (start {_text(name, before)})"
-            for name, value in found.items()
+            for name, value in compared.items()
             if (before := self._start.get(name)) is not None
         ]
         if words:

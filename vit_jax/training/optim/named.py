@@ -75,7 +75,7 @@ def names() -> list[str]:
 
 
 def _found(name: str) -> Callable | None:
-    """Returns the optimiser of optax with this name; None if there is none."""
+    """Returns the optimiser of optax with this name; None if optax has none."""
     if name.startswith(("_", "scale_by_")):
         return None
     for module in (optax, optax.contrib):

@@ -232,7 +232,7 @@ def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def one_of(names: tuple[str, ...], parameters: Mapping) -> str | None:
-    """Returns the first of several names that is a parameter; None if there is none."""
+    """Returns the first of several names that is a parameter; None if none is."""
     return next((name for name in names if name in parameters), None)
 
 

@@ -84,7 +84,7 @@ class TrackerConfig:
 
 
 def remembered(workdir: str | os.PathLike, tracker: str) -> str:
-    """Returns a tracker's id of the run in a workdir; "" if there is none yet."""
+    """Returns a tracker's id of the run in a workdir; "" if it has not been written."""
     path = epath.Path(workdir) / _FILE
     return json.loads(path.read_text()).get(tracker, "") if path.exists() else ""
 
