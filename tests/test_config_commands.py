@@ -51,7 +51,7 @@ TESTS = {
     r"eval/classification": (
         "tests/test_evaluate.py::test_classification_writes_numbers_and_a_picture"
     ),
-    r"eval/fewshot": (
+    r"eval/(fewshot|knn)": (
         "tests/test_evaluate.py::test_few_shot_and_neighbours_end_with_a_line_of_json"
     ),
     r"eval/imagenet": (

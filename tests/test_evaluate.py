@@ -90,6 +90,8 @@ def test_few_shot_and_neighbours_end_with_a_line_of_json(run):
     assert "short" not in found["fewshot"]["5"]
     assert found["fewshot"]["5"]["mean"] > 0.5
     assert 0.3 < found["knn"] <= 1
+    out, _ = run("knn", "--json")
+    assert json.loads(out.splitlines()[-1]) == {"knn": found["knn"]}
 
 
 def test_classification_writes_numbers_and_a_picture(run, place, tmp_path, capsys):

@@ -83,15 +83,25 @@ def test_a_folder_becomes_a_model(place, capsys):
     assert model.class_names == ("ant", "bee", "cat")
     page = (run / "report.html").read_text()
     assert f"mistakes:  {run / 'report.html'}" in out
-    for section in ("Classes", "The highest losses", "Calibration", "look mislabelled"):
-        assert f"{section}" in page
+    assert "<h1>photos: 3 classes</h1>" in page
+    for section in ("Learning curves", "Classes", "Confusion matrix", "Calibration"):
+        assert f"<h2>{section}</h2>" in page
+    assert page.count("<figure><div") == 3  # Loss, accuracy and confusion.
+    assert "look mislabelled" in page
+    for text in (
+        f"vit_jax {vit_jax.__version__}",
+        f"--workdir={run} --model={place / 'weights.safetensors'} --minutes=1",
+        f"python -m vit_jax.predict --model={run} IMAGES",
+        "total_<wbr>steps</th><td",
+    ):
+        assert text in page
     assert re.search(r"[0-4] of the validation images show the same picture", page)
     thumbnails = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page)
-    assert len(thumbnails) >= 4  # All four validation images have a loss.
+    assert len(thumbnails) >= 4
     for data in thumbnails:
         picture = Image.open(io.BytesIO(base64.b64decode(data)))
         assert picture.size == (106, 74)  # Twice those of the file.
-    assert 'scope="row">ant</th><td>2</td>' in page
+    assert 'scope="row">ant</th><td>9</td><td>2</td>' in page
     # Another command is refused.
     with pytest.raises(UserError, match="another command.*--minutes"):
         command(place, f"--workdir={run}", "--minutes=2")
@@ -146,10 +156,19 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert labels == ["few"] + ["many"] * 4
     # A network that calls all images one class has 80 % of these five right.
     scores = report["final"]["val"]["params"]
-    score = f"alanced accuracy {scores['balanced_accuracy']:.2%}, accuracy"
-    assert f"\nb{score} {scores['top1']:.2%} (95 % interval" in out
-    title = (tmp_path / "report.html").read_text().split("<title>")[1]
-    assert title.startswith(f"B{score}")
+    balanced, worst = scores["balanced_accuracy"], scores["worst_class_recall"]
+    assert scores["majority_baseline"] == 0.8
+    score = f"alanced accuracy {balanced:.2%}, recall of the worst class {worst:.2%}"
+    assert f"\nb{score}, accuracy {scores['top1']:.2%} (95 % interval" in out
+    assert "; always many: 80.00%)" in out
+    line = f"step 2/2  balanced accuracy: val/params {balanced:.2%} (worst class {worst:.2%})"
+    assert (
+        f"{line}  top-1: val/params {scores['top1']:.2%} (majority class 80.00%)" in out
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert f'<p class="score">B{score}, accuracy' in page
+    assert re.search(r">few</th><td>3</td><td>1</td>", page)
+    assert "balanced accuracy in %" in page  # Of the curve.
     assert scores["top1"] == 1 or re.search(r"\nworst:     recall of (few|many) ", out)
 
 
@@ -160,7 +179,9 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
     words += ["--config.eval_every_steps=1"]
     assert command(place, *words) == 0
     out = capsys.readouterr().out
-    assert "for the best of 4 evaluations)" in out and "on 4 images of val" in out
+    assert (
+        "for the best of 4 evaluations; always" in out and "on 4 images of val" in out
+    )
     assert "3 of 3 classes had fewer than 10 scored images (bee 0, ant 2, cat 2)" in out
     config = json.loads((tmp_path / "one" / "finetune.json").read_text())
     assert config["early_stopping_evals"] == 0
@@ -255,6 +276,23 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
     assert not (tmp_path / "c").exists()
 
 
+def test_a_start_that_failed_leaves_its_workdir_to_another_command(
+    place, tmp_path, monkeypatch
+):
+    keys = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
+    keys |= {"total_steps": 1, "model.num_register_tokens": 2}
+    with pytest.raises(
+        UserError, match=r"register_tokens is missing; .*allow_mismatch"
+    ):
+        vit_jax.finetune(place / "photos", tmp_path, **keys)
+    keys |= {"seed": 3, "init.allow_mismatch": ("register_tokens",)}
+    configs = []
+    monkeypatch.setattr(loop, "train", lambda config, *_, **__: configs.append(config))
+    with pytest.raises(TypeError):  # There is no report.
+        vit_jax.finetune(place / "photos", tmp_path, **keys)
+    assert (configs[0].seed, configs[0].model.num_register_tokens) == (3, 2)
+
+
 def test_a_task_learns_from_what_the_images_have(place, tmp_path):
     mask_folder.write(tmp_path / "set", 6)
     for photos, weights, name, annotation in (
@@ -285,7 +323,8 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
         "data.image_size         images of 32 pixels",
         "optim.layer_decay       each layer's learning rate is 0.75 times",
         "the best checkpoint by val/miou",
-        "(without an interval) on 2 images of val, which also chose",
+        "(without an interval; always the most frequent class: ",
+        "%) on 2 images of val, which also chose",
         f"masks:     python -m vit_jax.predict --model={run} --out=MASKS IMAGES",
     ):
         assert line in out
@@ -298,7 +337,7 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     assert page.count('src="data:image/jpeg') == 2 * 3
     for name in mask_folder.NAMES:
         assert re.search(rf">{name}<.*?>{scores[f'iou/{name}']:.1%}<", page, re.DOTALL)
-    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
     # The same command only evaluates; other masks are another command.
     assert command(tmp_path, *words, weights=place) == 0
     assert "resuming with the settings chosen before" in capsys.readouterr().out

@@ -34,7 +34,8 @@ def test_scores_of_seven_predictions():
     assert metrics["loss"] == pytest.approx(sum(loss) / 7)
     # Of classes 0, 2 and 5; the others have no example.
     assert metrics["balanced_accuracy"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
-    assert metrics["examples"] == 7
+    assert (metrics["worst_class_recall"], metrics["examples"]) == (0, 7)
+    assert metrics["majority_baseline"] == pytest.approx(3 / 7)
     expected = np.zeros((6, 6), int)
     for true, (first, *_) in zip(labels, tops, strict=True):
         expected[true, first] += 1

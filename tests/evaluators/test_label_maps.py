@@ -224,11 +224,11 @@ def test_a_full_disk_is_an_error_and_leaves_no_cut_picture(tmp_path, most):
         Image.open(tmp_path / name).load()
 
 
-def test_an_overlay_leaves_what_counts_for_no_class():
+def test_an_overlay_leaves_what_has_no_class_or_a_black_one():
     image = np.full((4, 6, 3), 100, np.uint8)
     label_map = np.full((4, 6), -1, np.int16)
-    label_map[:, 3:] = 1
+    label_map[:, 2:4], label_map[:, 4:] = 0, 1
     colors = np.array([(0, 0, 0), (255, 0, 0)], np.uint8)
     shown = label_maps.overlay(image, label_map, colors)
-    np.testing.assert_array_equal(shown[:, :3], image[:, :3])
+    np.testing.assert_array_equal(shown[:, :4], image[:, :4])
     assert shown[0, 4, 0] > 100 > shown[0, 4, 1]

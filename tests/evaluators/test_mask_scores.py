@@ -46,6 +46,8 @@ def test_scores_are_those_of_scikit_learn_on_all_pixels():
     )
     expected = metrics.balanced_accuracy_score(true, found)
     assert scored["mean_accuracy"] == pytest.approx(expected)
+    most = np.bincount(true).max() / len(true)
+    assert scored["majority_baseline"] == pytest.approx(most)
 
 
 def test_a_class_that_is_predicted_and_does_not_occur_counts():

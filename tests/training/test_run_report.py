@@ -92,12 +92,14 @@ def test_a_workdir_that_is_gone_is_said_in_one_line(tmp_path):
         run_report.write_report(tmp_path / "run", {})
 
 
+REPORT = {"config": "tiny", "commit": None, "steps": 6, "wall_seconds": 1.25}
+REPORT |= {"devices": 8, "device_kind": "cpu", "images_per_second": None}
+REPORT |= {"params_sha256": "f" * 64}
+
+
 def test_table_shows_each_evaluation_and_set_of_parameters():
     scores = {"top1": 0.12345, "loss": 1.5, "examples": 3}
-    report = {"config": "tiny", "commit": None, "steps": 6, "wall_seconds": 1.25}
-    report |= {"devices": 8, "device_kind": "cpu", "images_per_second": None}
-    report |= {"params_sha256": "f" * 64}
-    report["final"] = {"val": {"params": scores, "ema": scores}}
+    report = REPORT | {"final": {"val": {"params": scores, "ema": scores}}}
     table = run_report.format_report(report)
     assert re.search(r"val +params +12.3[45]% +1.5000", table)
     assert re.search(r"val +ema ", table)
@@ -112,3 +114,34 @@ def test_line_names_every_accuracy():
     scores = {"test": {"params": {"top1": 0.5, "loss": 1.0}, "ema": {"top1": 0.25}}}
     line = "top-1: test/params 50.00%, test/ema 25.00%"
     assert run_report.scores_line(scores) == line
+
+
+UNEVEN = {"top1": 0.975, "loss": 0.5, "balanced_accuracy": 0.5}
+UNEVEN |= {"worst_class_recall": 0.0, "majority_baseline": 0.97}
+
+
+def test_balanced_accuracy_comes_first_if_it_chooses_the_checkpoint():
+    scores, chosen = {"val": {"ema": UNEVEN}}, "val/balanced_accuracy"
+    assert run_report.scores_line(scores, chosen) == (
+        "balanced accuracy: val/ema 50.00% (worst class 0.00%)  "
+        "top-1: val/ema 97.50% (majority class 97.00%)"
+    )
+    assert run_report.scores_line(scores, "val/top1") == "top-1: val/ema 97.50%"
+    # Scores of an earlier version.
+    earlier = {"val": {"ema": {"top1": 0.5, "balanced_accuracy": 0.25}}}
+    line = "balanced accuracy: val/ema 25.00%  top-1: val/ema 50.00%"
+    assert run_report.scores_line(earlier, chosen) == line
+    report = REPORT | {"final": scores, "best": {"metric": chosen}}
+    *_, head, row = run_report.format_report(report).splitlines()
+    assert head.split()[2:] == ["balanced", "worst", "top-1", "majority", "loss"]
+    assert row.split()[2:] == ["50.00%", "0.00%", "97.50%", "97.00%", "0.5000"]
+
+
+def test_line_shows_mean_average_precision_instead_of_the_loss():
+    scores = {"val": {"params": {"map": 0.625, "loss": 3.5, "micro_f1@0.5": 0.5}}}
+    assert run_report.scores_line(scores) == "mAP: val/params 62.50%"
+
+
+def test_a_run_without_evaluations_has_no_table_of_them():
+    lines = run_report.format_report(REPORT | {"final": {}}).splitlines()
+    assert lines[-1].startswith("params sha256") and "evaluation" not in "".join(lines)

@@ -322,9 +322,15 @@ def draw_heatmap(
     return figure
 
 
-def to_svg(figure: "Figure") -> str:
-    """Returns a figure as SVG, without dates, so that equal figures are equal."""
-    return _save(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
+def to_svg(figure: "Figure", letters: str = "path") -> str:
+    """Returns a figure as SVG, without dates, so that equal figures are equal.
+
+    Letters are drawn as "path", or, with "none", as text in a font of the reader, which
+    may have letters that matplotlib's font lacks.
+    """
+    how = {"svg.fonttype": letters}
+    metadata = {"Date": None, "Creator": None}
+    return _save(figure, "svg", how, metadata=metadata).decode()
 
 
 def to_dark_svg(figure: "Figure") -> str:
@@ -396,11 +402,11 @@ def to_inline_svg(text: str, name: str) -> str:
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 
-def _save(figure: "Figure", form: str, **options) -> bytes:
+def _save(figure: "Figure", form: str, style: Mapping = {}, **options) -> bytes:
     import matplotlib as mpl
 
     stream = io.BytesIO()
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | style):
         figure.savefig(stream, format=form, **options)
     return stream.getvalue()
 
@@ -534,8 +540,9 @@ def _draw_matrix(figure: "Figure", matrix: Matrix) -> None:
     if len(matrix.classes) <= _NAMED_CLASSES:
         names = [_short(name, _LONGEST_CLASS) for name in matrix.classes]
         places = range(len(names))
-        axes.set_xticks(places, names, rotation=90, fontsize=letter)
-        axes.set_yticks(places, names, fontsize=letter)
+        how = {"fontsize": letter, "parse_math": False}  # "$" is a letter of a name.
+        axes.set_xticks(places, names, rotation=90, **how)
+        axes.set_yticks(places, names, **how)
         edges = np.arange(-0.5, last + 1)
         axes.hlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
         axes.vlines(edges, -0.5, last, colors=GRID, linewidths=0.4)
@@ -553,7 +560,7 @@ def _draw_matrix(figure: "Figure", matrix: Matrix) -> None:
 
 def _short(text: str, longest: int = _LONGEST) -> str:
     """Shortens a text in the middle; matplotlib hides legend entries that start with _."""
-    text = text.lstrip("_") or text
+    text = (text.lstrip("_") or text).encode("utf-8", "replace").decode()
     if len(text) <= longest:
         return text
     half = (longest - 1) // 2

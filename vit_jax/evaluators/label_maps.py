@@ -203,8 +203,13 @@ def overlay(
     label_map: LabelMap,
     colors: UInt8[np.ndarray, "L 3"],
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns an image with the colours of its classes drawn over it, except at -1."""
+    """Returns an image with the colours of its classes drawn over it.
+
+    Nothing is drawn at -1, nor of classes whose colour is black, which would darken the
+    image: it is the colour of class 0, in many data sets the background.
+    """
     shown = display.to_rgb(image)
     mixed = shown + _OPACITY * (colors[label_map].astype(np.float32) - shown)
-    mixed = np.where((label_map < 0)[..., None], shown, mixed)
+    drawn = (label_map >= 0) & colors.any(1)[label_map]
+    mixed = np.where(drawn[..., None], mixed, shown)
     return mixed.round().astype(np.uint8)

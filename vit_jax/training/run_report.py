@@ -172,7 +172,7 @@ def _balanced(flat: dict[str, float]) -> list[str]:
 def _baseline(name: str, flat: dict[str, float]) -> str:
     """Returns the accuracy of the most frequent class beside that with the name."""
     value = flat.get(f"{name.removesuffix('top1')}majority_baseline")
-    return "" if value is None else f" (most frequent class alone {value:.2%})"
+    return "" if value is None else f" (majority class {value:.2%})"
 
 
 def _is_quoted(metric: str) -> bool:

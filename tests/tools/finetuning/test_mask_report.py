@@ -10,6 +10,9 @@ from PIL import Image
 from vit_jax.data import masks
 from vit_jax.tools.finetuning import mask_report
 from vit_jax.tools.finetuning.mask_report import Triple
+from vit_jax.tools.finetuning.page import Common
+from vit_jax.tools.report import templates
+from vit_jax.tools.report.blocks import Table
 
 NAMES = ("ground", "<tree>", "sky", "none")
 # True classes are rows. Class 3 neither occurs nor is predicted.
@@ -25,7 +28,10 @@ def test_the_page_has_scores_and_confusions_worst_first():
             "pictures": [("photograph", "data:image/jpeg;base64,aa")],
         }
     ]
-    page = mask_report.render("<A>", COUNTS, NAMES, masks.palette(4), images)
+    values = mask_report.contents(COUNTS, NAMES, masks.palette(4), images)
+    settings = Table("Settings", ("key", "value"), ())
+    common = Common("<A>", "Score.", [], [], [], settings, "again", [])
+    page = templates.render("finetuning/mask_page.html", common=common, **values)
     assert "<title>&lt;A&gt;</title>" in page and "<tree>" not in page
     rows = re.findall("<tbody>(.*?)</tbody>", page, re.DOTALL)
     lines = re.sub("<[^>]*>", " ", "".join(rows)).splitlines()

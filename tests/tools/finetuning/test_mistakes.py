@@ -7,8 +7,11 @@ from sklearn import metrics
 from sklearn.datasets import load_digits
 
 from vit_jax.data.sources.open import open_source
-from vit_jax.tools.finetuning import mistakes, report
+from vit_jax.tools.finetuning import confusion, mistakes, report
 from vit_jax.tools.finetuning.mistakes import Answers
+from vit_jax.tools.finetuning.page import Common
+from vit_jax.tools.report import templates
+from vit_jax.tools.report.blocks import Table
 
 
 def made(one_each, count=300, classes=4, seed=0):
@@ -25,17 +28,58 @@ def made(one_each, count=300, classes=4, seed=0):
 def test_the_page_counts_confusions_and_escapes_names():
     logits = np.eye(3, dtype=np.float32)[[0, 1, 1, 1]]
     labels = np.eye(3, dtype=np.int64)[[0, 0, 0, 2]]
-    answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff"), True)
+    answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff $\u9ce5_"), True)
     source = open_source(tiny_config().data, "train")
-    page = report.render("<A>", answers, source, np.arange(4), None, "a & b", [])
+    counts = {"train": np.array([0, 0, 0, 1, 2, 2])}
+    values = report.contents(answers, source, np.arange(4), counts, "val")
+    settings = Table("Settings", ("key", "value"), (("seed", "<1>"),))
+    common = Common("<A>", "Score.", [], [("images", "a/b")], [], settings, "again", [])
+    values |= {"num_twins": None, "dedup_command": "a & b", "doubts": []}
+    page = templates.render("finetuning/page.html", common=common, **values)
     page.encode()
     assert "<h3>ant predicted as bee: 2 images</h3>" in page
-    assert "<h3>&lt;cat&gt;? predicted as bee: 1 image</h3>" in page
-    assert page.count('<img src="data:image/jpeg') == 3 + 3 + 4
-    assert "<figcaption>loss 0.55; ant 58%; right<br>" in page
-    assert 'alt="&lt;cat&gt;?; predicted as bee 58%"' in page
+    # Each image once: two of that pair, another mistake and the right answer.
+    assert page.count('<img src="data:image/jpeg') == 2 + 1 + 1
+    assert 'alt="&lt;cat&gt;? $\u9ce5_; predicted as bee 58%"' in page
+    assert ">&lt;cat&gt;? $\u9ce5_</text>" in page  # Of the confusion matrix.
+    assert "<figcaption>ant 58%; right<br>" in page and "Right answers: 1 of 1" in page
+    assert 'scope="row">ant</th><td>3</td><td>3</td><td>33.3%</td>' in page
+    assert "The columns train, val have" in page
     assert "<code>a &amp; b</code>" in page and "mislabelled: 0</h2>" in page
     assert "<title>&lt;A&gt;</title>" in page and "<cat>" not in page
+
+
+def test_right_answers_take_turns_and_no_image_of_loss_0_has_a_high_loss():
+    logits = 20 * np.eye(2, dtype=np.float32)[[0, 0, 0, 1, 1]]
+    logits[4] = (0.0, 1.0)
+    labels = np.eye(2, dtype=np.int64)[[0, 0, 0, 1, 1]]
+    answers = Answers(logits, labels, ("ant", "bee"), True)
+    assert answers.right_answers() == [0, 3, 1, 4, 2]
+    source = open_source(tiny_config().data, "train")
+    many = Answers(
+        *(np.repeat(x, 5, axis=0) for x in (logits, labels)), ("a", "b"), True
+    )
+    values = report.contents(many, source, np.arange(25) % 20, {}, "test")
+    assert len(values["right"]) == 12 < values["num_right"] == 25
+    captions = {each["caption"] for each in values["losses"]}
+    assert captions <= {"loss 0.31; b 73%; right"}
+
+
+def test_confused_classes_stand_together_and_the_others_last():
+    counts = np.diag([20, 20, 20, 20, 20, 20])
+    counts[0, 3], counts[3, 5], counts[1, 4] = 6, 5, 4
+    assert confusion.order(counts).tolist()[-1] == 2
+    places = np.argsort(confusion.order(counts))
+    assert sorted(places[[0, 3, 5]]) in ([0, 1, 2], [2, 3, 4])
+    assert abs(places[1] - places[4]) == 1
+    matrix = confusion.matrix(counts, tuple("abcdef"))
+    assert np.sum(matrix.counts) == counts.sum() and matrix.note == ""
+    # Of more than 100 classes, those with the most mistakes.
+    large = np.diag(np.full(103, 9))
+    large[101, 102] = 3
+    shown = confusion.matrix(large, tuple(map(str, range(103))))
+    assert shown.classes[:2] in (("101", "102"), ("102", "101"))
+    assert len(shown.classes) == 100 and "100 of 103" in shown.note
 
 
 def test_the_classes_that_are_recognised_worst_come_first():

@@ -153,7 +153,6 @@ def test_a_command_whose_runs_took_no_step_may_be_mended(run, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optim.warmup_steps": 9}, "the warmup takes 9 steps, but the run only 3"),
         ({"optim.freeze": ("haed",)}, "'haed' matches none of the"),
         ({"batch_size": 9, "mesh.data": 8}, "batch_size=9"),
     ],

@@ -213,6 +213,9 @@ def test_when_all_tasks_fail_the_file_says_why(start, tmp_path):
         start(transfers=scripted(dict.fromkeys(NAMES, "the disk is full")))
     report = written(tmp_path)
     assert (report["mean"], report["groups"], report["tasks_run"]) == (None, {}, 0)
+    # Nothing is left of them that another command could not replace.
+    start(["dtd"], scripted({"dtd": 0.5}), mode="head")
+    assert list(written(tmp_path)["tasks"]) == ["dtd"]
 
 
 def test_what_the_workdir_holds_of_other_tasks_stays(start, tmp_path):

@@ -65,7 +65,7 @@ class Result:
       worst: lines about the classes with the most mistakes, in the first run.
       folds: number of runs, each scoring another part of the images; 0 for a single
         run.
-      counts: number of scored images by class; empty if unknown.
+      counts: number of scored images by class, or by tag; empty if unknown.
     """
 
     report: dict
@@ -91,7 +91,9 @@ class Result:
         """Whether classes have so unequal numbers of images that accuracy misleads."""
         counts = [count for count in self.counts.values() if count]
         uneven = bool(counts) and max(counts) > rule.UNEVEN * min(counts)
-        return uneven or self.chosen_by == "balanced_accuracy"
+        return self.metric == "top1" and (
+            uneven or self.chosen_by == "balanced_accuracy"
+        )
 
     @property
     def interval(self) -> tuple[float, float] | None:

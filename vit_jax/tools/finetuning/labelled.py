@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
-
 from vit_jax import models
 from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
@@ -81,15 +79,11 @@ class Labels:
         return {"data.class_balance": choice}
 
     def counts(self, config: TrainConfig, split: str, names: list[str]) -> dict:
-        if self.multi_label:
-            return {}
         labels = open_source(config.data, config.evals[split].split).known_labels()
         if labels is None:
             return {}
-        numbers = np.bincount(labels, minlength=config.data.num_classes)
-        return dict(
-            zip(names or map(str, range(len(numbers))), numbers.tolist(), strict=True)
-        )
+        numbers = report.count(labels, config.data.num_classes)
+        return dict(zip(names or map(str, range(len(numbers))), numbers, strict=True))
 
     def headline(self, result: Result) -> str:
         if self.multi_label:
@@ -122,7 +116,7 @@ class Labels:
         line = (
             f"note: {len(few)} of {len(result.counts)} classes had fewer than "
             f"{rule.FEW} scored images ({', '.join(few[:5])}{more}), so their "
-            f"accuracy is only approximate{remedy}"
+            f"scores are only approximate{remedy}"
         )
         return [line]
 

@@ -22,7 +22,7 @@ from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 
-_WORST, _PAIRS = 12, 12  # Number of images, and of pairs of classes.
+_WORST, _BEST, _PAIRS = 12, 3, 12  # Numbers of images, and of pairs of classes.
 _SIDE = 360  # Longer side of a picture on the page, in pixels.
 
 LabelMap = Int16[np.ndarray, "H W"]
@@ -81,10 +81,12 @@ def write(config: TrainConfig, result: Result, score: str) -> str:
             scores.append(
                 Scores(metrics["miou"], metrics["pixel_accuracy"], one.record)
             )
-    worst = heapq.nsmallest(_WORST, scores)
+    shown = dict.fromkeys(
+        [*heapq.nsmallest(_WORST, scores), *heapq.nlargest(_BEST, scores)]
+    )
     colors = masks.palette(classes, source.class_colors)
     pages = {
-        one.record: pictures(one, colors) for one in triples(s.record for s in worst)
+        one.record: pictures(one, colors) for one in triples(s.record for s in shown)
     }
     images = [
         {
@@ -93,7 +95,7 @@ def write(config: TrainConfig, result: Result, score: str) -> str:
             "name": source.record_id(one.record),
             "pictures": pages[one.record],
         }
-        for one in worst
+        for one in shown
     ]
     names = classifier.class_names
     curves = {"miou": "mean IoU", "pixel_accuracy": "pixel accuracy"}
@@ -115,7 +117,7 @@ def contents(
       counts: number of pixels of each true class (rows) and predicted class (columns).
       names: names of the classes.
       colors: red, green and blue of each class.
-      images: the worst images: "caption", "file", "name", and "pictures" as data URLs.
+      images: the worst images, then the best ones: "caption", "file", "name", and "pictures" as data URLs.
     """
     right, true, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
     with np.errstate(invalid="ignore"):

@@ -37,6 +37,7 @@ import io
 import math
 import os
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 from etils import epath
@@ -155,10 +156,12 @@ def write(template: str, common: Common, workdir: str, **values: object) -> str:
 
 def draw(chart: Chart | Matrix) -> Drawing | None:
     """Draws a chart for a page; returns None if matplotlib is not installed."""
-    with contextlib.suppress(UserError):  # It is about matplotlib.
+    with contextlib.suppress(UserError), warnings.catch_warnings():
+        # Letters that matplotlib's font lacks are drawn by the browser.
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure = charts.draw(chart)
         width = round(_PIXELS_PER_INCH * figure.get_size_inches()[0])
-        svg = charts.to_inline_svg(charts.to_svg(figure), chart.name)
+        svg = charts.to_inline_svg(charts.to_svg(figure, "none"), chart.name)
         return Drawing(svg, width, chart.title or chart.name, chart.note)
     return None
 

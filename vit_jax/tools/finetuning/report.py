@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ from vit_jax.weights.network_images import network_input
 
 _TEMPLATE = "finetuning/page.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6  # Most images, pairs of classes, images of a pair.
+_CLASSES = 25  # Number of classes whose scores are shown without a click.
 _LEAST_LOSS = 0.005  # In nats; less is shown as 0.
 _COMPARED = 20_000  # Maximum number of training images to check for doubtful labels.
 
@@ -71,7 +72,11 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers
     )
     answers = Answers(seen.logits, labels, names, one_each)
     train = open_source(data, data.split)
-    trained = train.known_labels()
+    splits = {"train": train}
+    if result.split != "val":
+        splits["val"] = open_source(data, config.evals["val"].split)
+    known = {name: one.known_labels() for name, one in splits.items()}
+    counts = {name: labels for name, labels in known.items() if labels is not None}
     doubts = None
     if one_each:
         most = num_checked(config, len(train))
@@ -81,10 +86,10 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, Answers
         doubts = _doubts(seen_in_training, train, names)
     what = f"{len(names):,} {'classes' if one_each else 'tags'}"
     common = page.common(config, result, score, what, _curves(result))
-    values = contents(answers, source, seen.records, trained)
+    values = contents(answers, source, seen.records, counts, result.split)
     num_twins, dedup_command = _twins(config)
     values |= {"num_twins": num_twins, "dedup_command": dedup_command}
-    values |= {"doubts": doubts, "split": result.split}
+    values |= {"doubts": doubts}
     return page.write(_TEMPLATE, common, result.workdir, **values), answers
 
 
@@ -110,7 +115,8 @@ def contents(
     answers: Answers,
     source: Source,
     records: Integer[np.ndarray, " N"],
-    trained: Sequence | None,
+    counts: Mapping[str, Sequence],
+    split: str,
 ) -> dict:
     """Returns the variables of the page that describe scores and single images.
 
@@ -120,7 +126,8 @@ def contents(
       answers: outputs for the images that are scored.
       source: data set of the images.
       records: record number of each image.
-      trained: labels of the training images, as in `Source.known_labels`.
+      counts: labels of other splits, as in `Source.known_labels`, by name.
+      split: name of the split that is scored.
     """
     shown: set[int] = set()
 
@@ -132,6 +139,8 @@ def contents(
         return [page.picture(source, records[i], caption(i)) for i in new]
 
     names, wrong = answers.class_names, answers.mistakes()
+    # A single image of a pair of classes is among the other mistakes.
+    pairs = [pair for pair in answers.confusions(_PAIRS) if len(pair.images) > 1]
     sure, losses = answers.probabilities.max(1), answers.losses
     bins, error = answers.calibration()
     what = "answers" if answers.one_each else "labels"
@@ -143,10 +152,11 @@ def contents(
                 pair.images, _OF_PAIR, lambda i: f"{sure[i]:.0%} confident"
             ),
         }
-        for pair in answers.confusions(_PAIRS)
+        for pair in pairs
     ]
     described = functools.partial(_described, answers)
-    more = pictures(wrong, _SHOWN, described)
+    more = pictures(wrong, 2 * _SHOWN, described)
+    right = pictures(answers.right_answers(), _SHOWN, described)
     uncertain = pictures(
         (i for i in answers.highest_losses(len(losses)) if losses[i] >= _LEAST_LOSS),
         _SHOWN,
@@ -156,14 +166,14 @@ def contents(
     head = "probability", "accuracy", what
     confused = answers.confusion()
     return {
-        "classes": _classes(answers, trained),
+        "classes": _classes(answers, counts, split),
         "confusion": confused is not None
         and page.draw(confusion.matrix(confused, names)),
         "confusions": confusions,
         "num_mistakes": len(wrong),
         "mistakes": more,
         "losses": uncertain,
-        "right": pictures(answers.right_answers(), _SHOWN, described),
+        "right": right,
         "num_right": len(losses) - len(wrong),
         "bins": bins,
         "what": what,
@@ -175,34 +185,37 @@ def contents(
     }
 
 
-def _classes(answers: Answers, trained: Sequence | None) -> Table:
-    """Returns scores and numbers of images of the classes, the worst classes first."""
-    counts = ["-"] * len(answers.class_names)
-    if trained is not None:
-        counts = _count(trained, len(counts))
-    numbered = zip(answers.by_class(), counts, strict=True)
-    scores = sorted(numbered, key=lambda one: (one[0].f1, one[0].name))
-    head = (
-        "class",
-        "training images",
-        "scored images",
-        "recall",
-        "precision",
-        "F1",
-        "AP",
-    )
-    rows = [
-        (name, count, f"{images:,}", *map(page.percent, rest))
-        for (name, images, *rest), count in scores
+def _classes(
+    answers: Answers, counts: Mapping[str, Sequence], split: str
+) -> list[Table]:
+    """Returns scores and numbers of images of the classes, the worst classes first.
+
+    For the arguments see `contents`. Of many classes, a second
+    table has the better ones.
+    """
+    numbers = [
+        [f"{number:,}" for number in count(labels, len(answers.class_names))]
+        for labels in counts.values()
     ]
-    return Table("Scores of the classes", head, tuple(rows))
+    columns = zip(answers.by_class(), *numbers, strict=True)
+    scores = sorted(columns, key=lambda one: (one[0].f1, one[0].name))
+    head = "class", *counts, split, "recall", "precision", "F1", "AP"
+    rows = tuple(
+        (name, *of_splits, f"{images:,}", *map(page.percent, rest))
+        for (name, images, *rest), *of_splits in scores
+    )
+    tables = [Table("Scores of the classes", head, rows[:_CLASSES])]
+    if others := rows[_CLASSES:]:
+        title = f"The {len(others):,} other classes"
+        tables.append(Table(title, head, others, folded=True))
+    return tables
 
 
-def _count(labels: Sequence, num_classes: int) -> list[str]:
+def count(labels: Sequence, num_classes: int) -> list[int]:
     """Returns the number of images of each class; `labels` is as in `known_labels`."""
     if not isinstance(labels, np.ndarray):  # Several classes of each image.
         labels = np.array([k for classes in labels for k in classes], int)
-    return [f"{n:,}" for n in np.bincount(labels, minlength=num_classes).tolist()]
+    return np.bincount(labels, minlength=num_classes).tolist()
 
 
 class _Evaluated(NamedTuple):

@@ -90,7 +90,11 @@ def run(
         ready = [name for name in names if name not in missing]
         if not ready:
             raise _all_absent(missing)
-        runs.check_command(workdir, dict(about), begun=bool(results))
+        # Tasks that only failed, or that have no data, leave nothing to resume.
+        begun = runs.has_begun(*epath.Path(workdir).glob("*/*/*"))
+        begun = begun or any("runs" in task for task in results.values())
+        results = results if begun else {}
+        runs.check_command(workdir, dict(about), begun=begun)
         for name, how in missing.items():
             _add(results, name, {"absent": how})
         shared, failed = SweepSetups(), {}

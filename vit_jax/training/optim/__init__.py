@@ -9,6 +9,7 @@ from vit_jax.training.optim.chain import (
     layer_factors,
     learning_rate,
     optimizer,
+    warmup_note,
     weight_decay,
     without_frozen,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "optimizer",
     "parameter_norms",
     "scale_by_trust_ratio",
+    "warmup_note",
     "weight_decay",
     "without_frozen",
 ]

@@ -92,7 +92,8 @@ def build(
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
     """Returns the learning rate as a function of the number of steps taken.
 
-    The learning rate is linear over the warmup, then follows the schedule.
+    The learning rate is linear over the warmup, then follows the schedule. A warmup that
+    is longer than the run takes a tenth of it.
 
     Args:
       optim: section `optim`.
@@ -100,14 +101,11 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
       run: length of the run.
 
     Raises:
-      UserError: the warmup is longer than the run, or the schedule does not fit it.
+      UserError: the schedule does not fit the run.
     """
     warmup = length_in_steps(optim, "warmup", run)
     if warmup > run.total_steps:
-        raise UserError(
-            f"the warmup takes {warmup} steps, but the run only {run.total_steps}: lower "
-            f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
-        )
+        warmup = _shortened(run)
     ramp = optax.linear_schedule(
         optim.warmup_learning_rate,
         peak,
@@ -118,6 +116,22 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
     if not optim.schedule_by_epochs:
         return rate
     return lambda step: rate(_previous_epoch(step, run.steps_per_epoch))
+
+
+def _shortened(run: RunLength) -> int:
+    return -(-run.total_steps // 10)
+
+
+def warmup_note(optim: OptimConfig, run: RunLength) -> str:
+    """Returns a line about a warmup that is longer than the run; "" for others."""
+    warmup = length_in_steps(optim, "warmup", run)
+    if warmup <= run.total_steps:
+        return ""
+    key = length_key(optim, "warmup")
+    return (
+        f"optim.{key}={getattr(optim, key)} is a warmup of {warmup:,} steps, but the run "
+        f"has only {run.total_steps:,}: shortened to {_shortened(run)}, a tenth of the run"
+    )
 
 
 def _previous_epoch(step: Number, steps_per_epoch: float) -> Number:
