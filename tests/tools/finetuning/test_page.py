@@ -39,7 +39,9 @@ def result(tmp_path):
 
 def write(result, **values):
     """Returns the page of a run, with nothing of its kind."""
-    config = tiny_config(init="https://me:secret@host/x.npz", batch_size=7)
+    optim = {"name": "sgd", "learning_rate": 0.1}
+    address = "https://me:secret@host/x.npz"
+    config = tiny_config(init=address, batch_size=7, optim=optim)
     accuracy = {"top1": "accuracy"}
     common = page.common(config, result, "accuracy 75%", "2 classes", accuracy)
     path = page.write("finetuning/frame.html", common, result.workdir, **values)
@@ -54,7 +56,9 @@ def test_a_page_has_the_name_of_the_task_its_curves_settings_and_commands(result
     assert "commit 0a1b2c3d" in text and "secret" not in text
     assert ">training batches</text>" in text and ">accuracy in %</text>" in text
     assert len(common.curves) == 2 and common.curves[1].label == "accuracy"
-    assert ("batch_size", "7") in common.settings.rows
+    keys = [key for key, _ in common.settings.rows]
+    assert ("batch_size", "7") in common.settings.rows and len(keys) == len({*keys})
+    assert ("optim.name", "sgd") in common.settings.rows  # Not the default kind.
     again = (
         f"python -m vit_jax.finetune '/my photos/birds.csv' --workdir={result.workdir}"
     )

@@ -49,7 +49,7 @@ from vit_jax.analysis.charts import Chart, Matrix
 from vit_jax.command_line.files import replace_text
 from vit_jax.command_line.printing import masked
 from vit_jax.config import fields
-from vit_jax.config.fields import Named, Section
+from vit_jax.config.fields import Choice, Named, Section
 from vit_jax.data import bands
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source
@@ -242,7 +242,7 @@ def _curves(result: Result, metrics: Mapping[str, str]) -> list[Drawing | None]:
 
 
 def _settings(config: TrainConfig) -> Table:
-    rows = tuple(_changed(config))
+    rows = tuple(dict(_changed(config)).items())
     title = f"Settings: {len(rows)} keys that differ from their defaults"
     return Table(title, ("config key", "value"), rows, folded=True)
 
@@ -254,11 +254,20 @@ def _changed(config: object, where: str = "") -> Iterator[tuple[str, str]]:
         value, path = getattr(config, name), f"{where}{name}"
         if isinstance(about, Named):
             for part, inner in value.items():
-                yield from _changed(inner, f"{path}.{part}.")
+                yield from _changed_in(about.choice, inner, f"{path}.{part}")
         elif isinstance(about, Section):
-            yield from _changed(value, f"{path}.")
+            yield from _changed_in(about, value, path)
         elif fields.is_read(about, config) and value != defaults.get(name):
             yield path, masked(str(value))
+
+
+def _changed_in(about: Section, value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yields those of a section, beginning with its kind."""
+    if isinstance(about, Choice):  # The default of the key is that of the kind.
+        kind = getattr(value, about.text_key, about.default)
+        if kind != about.default:
+            yield f"{path}.{about.text_key}", str(kind)
+    yield from _changed(value, f"{path}.")
 
 
 def _again(recorded: Mapping, result: Result) -> str:
