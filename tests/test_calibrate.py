@@ -1,6 +1,7 @@
 """A calibrated model: from tags to thresholds, sets, and exported files."""
 
 import csv
+import functools
 import json
 
 import numpy as np
@@ -10,8 +11,10 @@ from PIL import Image
 from scipy import special
 
 import vit_jax
+from vit_jax.data.config import DataConfig
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
+from vit_jax.tools import calibrating
 
 COLORS = ("blue", "green", "red")
 
@@ -137,7 +140,7 @@ def test_a_run_is_calibrated_later_on_images_that_it_was_not_trained_on(run, cap
     for words, problem in (
         (
             [f"--model={run}", "--calibrate=train"],
-            "72 of its 72 images were trained on",
+            "72 of its images were trained on",
         ),
         (
             [f"--model={run}", "--calibrate", "--tta=flip"],
@@ -148,3 +151,10 @@ def test_a_run_is_calibrated_later_on_images_that_it_was_not_trained_on(run, cap
     ):
         with pytest.raises(UserError, match=problem):
             run_command("evaluate", words)
+
+
+def test_images_that_two_splits_share_are_not_scored_twice():
+    data = DataConfig(name="digits", num_classes=10)
+    shared = functools.partial(calibrating.common_images, data)
+    assert shared("test[:50%]", "test") > 100
+    assert shared("train[:90%]", "train[90%:]") == shared("train", "test") == 0

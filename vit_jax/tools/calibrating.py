@@ -5,6 +5,7 @@ import os
 import jax
 
 from vit_jax import weights
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
 from vit_jax.evaluators import calibration
@@ -28,7 +29,7 @@ def calibrate(
 ) -> Calibration:
     """Fits temperature, thresholds and sets of a run, and writes them to its workdir.
 
-    The scores are of the evaluation "test" of the run if it has one that is not fitted
+    The scores are of the evaluation "test" of the run if none of its images is fitted
     on; else parts of the images are left out in turn.
 
     Args:
@@ -58,8 +59,11 @@ def calibrate(
             "give a split, such as --calibrate='train[90%:]'"
         )
     split = split or evals[first].split
-    _check_apart(config, split)
     test = evals["test"].split if "test" in evals else ""
+    if split:  # Otherwise it is the usual validation split.
+        _check_apart(config.data, split)
+        if test and common_images(config.data, split, test):
+            test = ""
     chose = config.checkpoint.best_metric.partition("/")[0]
     pretrained, preprocess = weights.open_weights(
         os.fspath(workdir), {}, use_ema=use_ema, num_heads=0, tell=lambda line: None
@@ -69,7 +73,7 @@ def calibrate(
         preprocess.upright(),
         config,
         split,
-        test if test != split else "",
+        test,
         scale=scale,
         chose_checkpoint=chose in evals and evals[chose].split == split,
     )
@@ -78,18 +82,19 @@ def calibrate(
     return found
 
 
-def _check_apart(config: TrainConfig, split: str) -> None:
-    """Raises UserError if images of a split were trained on."""
-    if not split:  # The usual validation split.
-        return
-    trained, apart = (
+def common_images(data: DataConfig, split: str, other: str) -> int:
+    """Returns the number of images that two splits of a data set have in common."""
+    one, another = (
         {source.record_id(i) for i in range(len(source))}
-        for source in (
-            open_unchecked(config.data, s) for s in (config.data.split, split)
-        )
+        for source in (open_unchecked(data, name) for name in (split, other))
     )
-    if both := len(trained & apart):
+    return len(one & another)
+
+
+def _check_apart(data: DataConfig, split: str) -> None:
+    """Raises UserError if images of a split were trained on."""
+    if both := common_images(data, split, data.split):
         raise UserError(
-            f"--calibrate={split}: {both:,} of its {len(apart):,} images were trained on, "
-            "so their probabilities are too high: give images that were not"
+            f"--calibrate={split}: {both:,} of its images were trained on, so their "
+            "probabilities are too high: give images that were not"
         )
