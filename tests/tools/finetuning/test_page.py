@@ -63,7 +63,7 @@ def test_a_page_has_the_name_of_the_task_its_curves_settings_and_commands(result
         f"python -m vit_jax.finetune '/my photos/birds.csv' --workdir={result.workdir}"
     )
     assert common.again == (
-        f"{again} --model=deit:Ti/16 --minutes=2.5 --folds=3 --config.seed=3"
+        f"{again} --model=deit:Ti/16 --minutes=7.5 --folds=3 --config.seed=3"
     )
     predict = f"python -m vit_jax.predict --model={result.workdir} IMAGES"
     assert ("classify", predict) in common.commands

@@ -145,6 +145,7 @@ def contents(
     matrix = None if confused is None else confusion.matrix(confused, names)
     return {
         "classes": _classes(answers, counts, split),
+        "counted": (*counts, split),
         "confusion": matrix is not None and page.draw(matrix),
         **_galleries(answers, source, records),
         "bins": bins,
@@ -203,8 +204,8 @@ def _classes(
 ) -> list[Table]:
     """Returns scores and numbers of images of the classes, the worst classes first.
 
-    For the arguments see `contents`. Of many classes, a second
-    table has the better ones.
+    For the arguments see `contents`. Of many classes, a second table has the better
+    ones.
     """
     numbers = [
         [f"{number:,}" for number in count(labels, len(answers.class_names))]
