@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.models import stacking
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, metric_writer, sweep, train_setup, train_state
+from vit_jax.training import loop, metric_writer, step, sweep, train_setup, train_state
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.weights import Pretrained, export
 
@@ -282,7 +283,14 @@ def events(folder):
 
 
 def run_command(name, words):
-    """Runs a command in this process; returns its exit code, None is 0."""
+    """Runs a command in this process; returns its exit code, None is 0.
+
+    It waits for steps that a failed run of an earlier test still compiles: a command that
+    ends meanwhile would end this process.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith(step._COMPILING):
+            thread.join()
     module = load(name)
     return module.main(cli.parse(module.parser(), list(map(str, words))))
 

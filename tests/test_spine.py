@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 WORDS = {
     "images of any size": (
         r"naflex|\bgrids\b|PatchSequences|_sequences\b|\bpacks\b",
-        37,
+        36,
     ),
     "bands and depth": (r"\bbands\b|PixelFormat|uint16", 10),
     "masks": (r"label_map|mask_key|sees_mask|moves_masks", 15),

@@ -4,7 +4,8 @@ PHOTOS is a folder (PHOTOS/CLASS/*.jpg, or PHOTOS/train/CLASS/*.jpg and PHOTOS/v
 a table of paths and labels (CSV, TSV, JSON Lines, Parquet), or the name of a data set,
 such as owner/name on the Hugging Face hub. Without validation images, a part of each
 class is held out. With masks, as PHOTOS MASKS or in one folder with images/ and masks/,
-the class of every pixel is learnt. Image size, batch size, steps and learning rate are
+the class of every pixel is learnt. With --target=COLUMN, or a table whose only column
+has numbers, these are predicted. Image size, batch size, steps and learning rate are
 chosen automatically; each is printed with the key that changes it:
 --config.optim.learning_rate=0.003. Repeat the command to resume.
 Exit codes: 0 done, 2 bad input, 75 preempted.
@@ -19,7 +20,7 @@ from vit_jax.command_line.printing import print_line
 def main(flags: argparse.Namespace) -> int:
     """Fine-tunes as given by the flags; returns the exit code."""
     workdir = flags.workdir or files.default_workdir(
-        "finetune", flags.model, flags.photos, flags.masks
+        "finetune", flags.model, flags.photos, flags.masks, flags.target
     )
     return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
 
@@ -33,6 +34,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
             flags.photos,
             workdir,
             masks=flags.masks,
+            target=flags.target,
             group=flags.group,
             model=flags.model,
             aspect=flags.aspect,
@@ -44,6 +46,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         flags.photos,
         workdir,
         masks=flags.masks,
+        target=flags.target,
         group=flags.group,
         model=flags.model,
         aspect=flags.aspect,
@@ -69,6 +72,12 @@ def parser() -> cli.Parser:
         nargs="?",
         default="",
         help="folder of masks with the images' names: learn the class of every pixel",
+    )
+    add(
+        "--target",
+        default="",
+        metavar="NAMES",
+        help="predict numbers: their columns in a table, such as age or age,weight",
     )
     add(
         "--model",

@@ -9,7 +9,8 @@ texts: --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat"
 image (... - < photo.jpg). Weights with a segmentation head (task.name="segmentation")
 classify every pixel: each class's fraction of the image is printed. With --out=FOLDER,
 each image's mask is written as IMAGE_mask.png, whose pixels are class numbers with a
-palette, and drawn over the image as IMAGE_overlay.jpg. With --neighbors=FOLDER, any
+palette, and drawn over the image as IMAGE_overlay.jpg. Weights of a regression
+(task.name="regression") predict numbers with 95 % intervals. With --neighbors=FOLDER, any
 weights classify by the nearest images among the labelled ones in FOLDER/CLASS/*.jpg (or
 a table of paths and labels, or the name of a data set): each of the --k nearest votes
 for its class, and --json names them. Images are rotated by the
@@ -40,7 +41,7 @@ def main(flags: argparse.Namespace) -> int:
     images = image_files.find_some(flags.images)
 
     from vit_jax.distributed import compilation
-    from vit_jax.evaluators import label_maps
+    from vit_jax.evaluators import label_maps, numbers
 
     if uncached := compilation.enable_cache():
         print_error(uncached)
@@ -55,6 +56,8 @@ def main(flags: argparse.Namespace) -> int:
         column, results = "votes", _votes(flags, images)
     elif isinstance(classifier, label_maps.PixelClassifier):
         column, results = "part", _masks(flags, classifier, images)
+    elif isinstance(classifier, numbers.NumberPredictor):
+        column, results = "value", _numbers(flags, classifier, images)
     elif flags.out:
         raise UserError(
             f"--out={flags.out} is for masks, and {flags.model} classifies whole images: "
@@ -96,6 +99,18 @@ def _classes(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
             rows = [(one.probability, one.name) for one in best]
             best = rows, {"predictions": [dataclasses.asdict(one) for one in best]}
         yield name, best
+
+
+def _numbers(flags: argparse.Namespace, predictor, images) -> Iterator[tuple]:
+    """Yields the predicted numbers of images, the same as `_classes`."""
+    results = predictor.predict(images, batch_size=flags.batch_size)
+    for name, predicted in results:
+        if isinstance(predicted, str):
+            yield name, predicted
+            continue
+        rows = [(one.text, one.target) for one in predicted]
+        entry = {"predictions": [dataclasses.asdict(one) for one in predicted]}
+        yield name, (rows, entry)
 
 
 def _check_neighbors(flags: argparse.Namespace) -> None:
@@ -174,17 +189,21 @@ def _masks(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
 
 def _table(name: str, rows: Sequence, width: int, column: str) -> str:
     """Returns the lines of one image: file; probability or fraction; class."""
-    lines = [("", f"{100 * part:.2f} %", printable(each)) for part, each in rows]
+    lines = [
+        ("", part if isinstance(part, str) else f"{100 * part:.2f} %", printable(each))
+        for part, each in rows
+    ]
     lines = lines or [("", "", "none")]  # No class is above the threshold.
     lines[0] = printable(name), *lines[0][1:]
     if column:
-        lines.insert(0, ("file", column, "class"))
+        what = "target" if isinstance(rows[0][0], str) else "class"
+        lines.insert(0, ("file", column, what))
     return "\n".join(f"{file:<{width}}  {p:>11}  {label}" for file, p, label in lines)
 
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint; flags override the values stored with it."""
-    from vit_jax.evaluators import label_maps, prediction
+    from vit_jax.evaluators import label_maps, numbers, prediction
     from vit_jax.weights import segmenter
     from vit_jax.weights.text_tower import text_tower
 
@@ -192,6 +211,12 @@ def open_classifier(flags: argparse.Namespace):
     preprocess = preprocess.upright()
     if segmenter.has_segmenter(pretrained):
         return label_maps.PixelClassifier(pretrained, preprocess, names)
+    if pretrained.targets:
+        of_classes = ("labels", "prompts", "tokenizer", "threshold", "out")
+        numbers.check_flags(**{name: getattr(flags, name) for name in of_classes})
+        return numbers.NumberPredictor(
+            pretrained, preprocess=preprocess, views=flags.tta
+        )
     if pretrained.options["num_classes"] or "text" not in pretrained.task_params:
         if flags.prompts or flags.tokenizer:
             raise UserError(

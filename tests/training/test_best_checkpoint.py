@@ -16,8 +16,9 @@ from helpers import kill_after, tiny_config, train
 import vit_jax
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
+from vit_jax.evaluators.metric_names import lower_is_better
 from vit_jax.training import loop, optim, sweep
-from vit_jax.training.actions import BestCheckpoint, Evaluating, lower_is_better
+from vit_jax.training.actions import BestCheckpoint, Evaluating
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.weights import checkpoint_folders

@@ -139,8 +139,7 @@ def test_balanced_accuracy_comes_first_if_it_chooses_the_checkpoint():
 
 def test_line_shows_mean_average_precision_instead_of_the_loss():
     scores = {"val": {"params": {"map": 0.625, "loss": 3.5, "micro_f1@0.5": 0.5}}}
-    line = run_report.scores_line(scores)
-    assert line.startswith("mAP: val/params 62.50%") and "loss" not in line
+    assert run_report.scores_line(scores) == "mAP: val/params 62.50% (F1 50.00% micro)"
 
 
 def test_a_run_without_evaluations_has_no_table_of_them():

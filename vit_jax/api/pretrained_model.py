@@ -25,6 +25,7 @@ from vit_jax.evaluators import (
     image_features,
     label_maps,
     neighbours,
+    numbers,
     prediction,
     sliding_window,
 )
@@ -76,7 +77,7 @@ class _Arguments(WeightsArguments):
 
 _checked = arguments.checked(_Arguments)
 
-Best = tuple[prediction.Prediction, ...]
+Best = tuple[prediction.Prediction | numbers.Number, ...]
 # With images of any size, one array per image.
 Features = Float[np.ndarray, "B ..."] | list[Float[np.ndarray, "..."]]
 
@@ -195,7 +196,8 @@ class PretrainedModel:
     channels) or grey (height, width), of NumPy, JAX or another library, or a PIL image.
     Several images are a list of these, an array with one more dimension, or a folder,
     which stands for all images in it in the order of their paths. Calling the model
-    with images returns the logits of the classes.
+    with images returns the logits of the classes, or numbers for weights that predict
+    numbers.
 
     Args:
       pretrained: the weights.
@@ -207,6 +209,8 @@ class PretrainedModel:
       params: nested dict of arrays on the default device.
       preprocessing: how images are prepared.
       class_names: class names in label order; empty without a classifier.
+      targets: names, units and more of the numbers that the weights predict; None for
+        classes.
 
     Example:
       >>> import numpy as np, vit_jax
@@ -237,17 +241,20 @@ class PretrainedModel:
         model, params = surgery.fit_network(pretrained, preprocess)
         self.model, self.params = model, jax.device_put(params)
         self.preprocessing, self.class_names = preprocess, ()
-        if pretrained.options["num_classes"]:
+        self.targets = pretrained.targets
+        if pretrained.options["num_classes"] and not self.targets:
             self.class_names = prediction.names_of(pretrained, class_names)
         self._pretrained, self._given_names = pretrained, class_names
         self._sigmoid = pretrained.loss == "sigmoid"
         self._devices = LocalDevices(model)
 
     def __repr__(self) -> str:
-        options = self.model.options
+        options, what = self.model.options, f"{len(self.class_names)} classes"
+        if self.targets:
+            what = ", ".join(self.targets.names)
         return (
             f"PretrainedModel({options['variant']!r} of {self._pretrained.source!r}, "
-            f"{len(self.class_names)} classes, images {self.model.image_shape})"
+            f"{what}, images {self.model.image_shape})"
         )
 
     def apply(
@@ -268,14 +275,19 @@ class PretrainedModel:
     def __call__(self, images: Images) -> Float[np.ndarray, "B K"]:
         """Returns the logits of the classes, or the features without a classifier.
 
+        Weights that predict numbers return them in their units.
+
         Args:
           images: one image or several, see the class.
 
         Raises:
           UserError: an image cannot be read.
         """
-        if not self.class_names:
-            return self.features(images)
+        if self.targets:
+            return self.targets.decode(self._logits(images)).values
+        return self._logits(images) if self.class_names else self.features(images)
+
+    def _logits(self, images: Images) -> Float[np.ndarray, "B K"]:
         return self._in_batches(
             images, "logits", lambda *args: self.model.apply(*args)["logits"]
         )
@@ -305,7 +317,7 @@ class PretrainedModel:
         neighbors: str | os.PathLike = "",
         k: int = neighbours.K,
     ) -> list[Best] | Best:
-        """Returns the most probable classes, best first.
+        """Returns the most probable classes, best first; or numbers.
 
         Args:
           images: one image or several, see the class.
@@ -325,7 +337,8 @@ class PretrainedModel:
         Returns:
           A list with the classes of each image (label, name and probability); for a
           single image, only its classes. With `neighbors`, each class also has
-          `images`, the names of its nearest images.
+          `images`, the names of its nearest images. Weights that predict numbers return
+          these in place of classes, see `vit_jax.evaluators.numbers.Number`.
 
         Raises:
           UserError: the model has neither a classifier nor `neighbors`, it is not
@@ -338,6 +351,9 @@ class PretrainedModel:
             )
         if neighbors:
             return self._predict_by(neighbors, images, topk, threshold, k)
+        if self.targets:
+            found = numbers.numbers_of(self._logits(images), self.targets)
+            return found[0] if self._is_single(images) else found
         if not self.class_names:
             raise UserError(
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "

@@ -14,7 +14,7 @@ from vit_jax.command_line.files import default_workdir, new_workdir
 from vit_jax.command_line.printing import print_line
 from vit_jax.config import arguments, fields, loading
 from vit_jax.config.fields import key
-from vit_jax.data.config import PLACE
+from vit_jax.data.config import PLACE, names_in
 from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, depth_of, open_arrays
 from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
@@ -76,7 +76,8 @@ def train(
       data: a pair (images, labels) in place of the config's data set, or a dict of such
         pairs by split name: the run trains on "train" and evaluates all others. Images
         are uint8 or uint16 (N, height, width, channels) or grey (N, height, width), or
-        floats with any number of channels but 1 and 3; labels are integers (N,). The
+        floats with any number of channels but 1 and 3; labels are integers (N,), or with
+        `data.target_key` the numbers that it names, floats (N,) or (N, T). The
         transforms of the config apply to them as to files.
       class_names: class names of `data`, in label order.
       callbacks: objects whose methods are called during training, see `Callback`.
@@ -105,8 +106,11 @@ def train(
       >>> sorted(report["final"]["test"])
       ['ema', 'params']
     """
-    arrays = {} if data is None else _arrays(data, "train", class_names)
-    sections = _training_sections(arrays, class_names) if arrays else {}
+    arrays, sections = {}, {}
+    if data is not None:
+        count = len(names_in(_target_key(config, overrides)))
+        arrays = _arrays(data, "train", class_names, num_targets=count)
+        sections = _training_sections(arrays, class_names, labelled=not count)
     complete = _config(config, overrides, sections)
     with _opened(arrays, class_names):
         return loop.train(
@@ -123,6 +127,7 @@ def finetune(
     workdir: str | os.PathLike | None = None,
     *,
     masks: str | os.PathLike = "",
+    target: str | Sequence[str] = "",
     group: str | Sequence = "",
     class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
@@ -148,6 +153,9 @@ def finetune(
         runs/finetune that depends on the images and the model only.
       masks: folder with the masks of the images, under the same file names, to learn
         the class of every pixel. Not needed for a folder that holds both.
+      target: numbers to predict, such as "age" or ["age", "weight"]: columns of a table,
+        features of a data set, fields of JSON; for arrays the names of the numbers that
+        they have in place of labels, floats (N,) or (N, T), NaN where one is missing.
       group: images that stay together in splits and folds, such as photographs of one
         patient: a column of the table, or a regular expression for file names whose
         first parentheses hold the group; for arrays, the group of each training image.
@@ -183,9 +191,12 @@ def finetune(
       >>> result.split, result.metric, result.interval[0] < result.score
       ('val', 'top1', True)
     """
+    target = target if isinstance(target, str) else ",".join(target)
     arrays, place = {}, photos
     if isinstance(photos, Mapping | tuple | list):
-        arrays, place = _arrays(photos, "train", class_names), IN_MEMORY
+        count = len(names_in(target))
+        arrays = _arrays(photos, "train", class_names, num_targets=count)
+        place = IN_MEMORY
         if masks:
             raise UserError(
                 f"masks={masks!r}: photos are arrays, which cannot have masks: give the "
@@ -196,8 +207,9 @@ def finetune(
     with _opened(arrays, class_names, groups):
         return finetuning.finetune(
             place,
-            workdir or default_workdir("finetune", model, place, masks),
+            workdir or default_workdir("finetune", model, place, masks, target),
             masks=masks,
+            target=target,
             group="given" if groups else group,
             model=model,
             aspect=aspect,
@@ -349,11 +361,6 @@ def evaluate(
             "config=None: give a recipe, as 'configs/eval/fewshot.py:data=digits', or "
             "data=(images, labels) to classify"
         )
-    arrays = {} if data is None else _arrays(data, "", class_names)
-    keys = {"name": IN_MEMORY}
-    sections = {} if data is None else _sections(arrays, keys, arrays)
-    config = {"batch_size": _BATCH} if config is None else config
-    config = _config(config, overrides, sections, cls=EvaluationConfig)
     pretrained, how = weights.open_weights(
         at_step(source, step),
         {},
@@ -363,6 +370,14 @@ def evaluate(
         with_task=True,
         tell=tell,
     )
+    arrays, sections = {}, {}
+    if data is not None:
+        targets = pretrained.targets.names if pretrained.targets else ()
+        arrays = _arrays(data, "", class_names, num_targets=len(targets))
+        keys = {"name": IN_MEMORY}
+        sections = _sections(arrays, keys, arrays, labelled=not targets)
+    config = {"batch_size": _BATCH} if config is None else config
+    config = _config(config, overrides, sections, cls=EvaluationConfig)
     with _opened(arrays, class_names):
         return checkpoint.evaluate(pretrained, how, config, tell).scores
 
@@ -403,24 +418,43 @@ def train_setup(
     return setups.build(complete, meshes.create(complete.mesh), num_examples)
 
 
-def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
+def _target_key(config, overrides: Mapping) -> str:
+    """Returns `data.target_key` of a recipe, mapping or config with overrides."""
+    if "data.target_key" in overrides:
+        return overrides["data.target_key"]
+    if isinstance(config, TrainConfig | EvaluationConfig):
+        return config.data.target_key
+    if isinstance(config, str | os.PathLike):
+        config = loading.read(TrainConfig, os.fspath(config))
+    return (config or {}).get("data", {}).get("target_key", "")
+
+
+def _training_sections(
+    arrays: Mapping[str, Arrays], class_names: Sequence[str], *, labelled: bool
+):
     """Returns `_sections` that train on the split "train" and evaluate all others."""
     images, labels = map(np.asarray, arrays["train"])
+    classes = len(class_names) or int(labels.max(initial=0)) + 1 if labelled else 0
     keys = {
         "name": IN_MEMORY,
         "split": "train",
-        "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
+        "num_classes": classes,
         "channels": images.shape[3] if images.ndim == 4 else 1,
         "pixels": depth_of(images),
     }
-    return _sections(arrays, keys, arrays.keys() - {"train"})
+    return _sections(arrays, keys, arrays.keys() - {"train"}, labelled=labelled)
 
 
 def _sections(
-    arrays: Mapping[str, Arrays], keys: Mapping, evaluated: Container[str]
+    arrays: Mapping[str, Arrays],
+    keys: Mapping,
+    evaluated: Container[str],
+    *,
+    labelled: bool = True,
 ) -> dict[str, Callable[[Mapping], Mapping]]:
     """Returns functions that set `data` (to `keys`) and `evals` (evaluated splits)."""
-    evals = {name: {"split": name} for name in arrays if name in evaluated}
+    kind = {} if labelled else {"kind": "regression"}
+    evals = {name: {"split": name, **kind} for name in arrays if name in evaluated}
     return {
         "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | keys,
         "evals": lambda _: evals,
@@ -428,9 +462,16 @@ def _sections(
 
 
 def _arrays(
-    data: Arrays | Mapping[str, Arrays], main: str, class_names: Sequence[str]
+    data: Arrays | Mapping[str, Arrays],
+    main: str,
+    class_names: Sequence[str],
+    *,
+    num_targets: int = 0,
 ) -> dict[str, Arrays]:
-    """Checks and returns images and labels by split; the split `main` must exist."""
+    """Checks and returns images and labels by split; the split `main` must exist.
+
+    With `num_targets` there are numbers in place of labels, see `open_arrays`.
+    """
     arrays = dict(data) if isinstance(data, Mapping) else {main or "test": data}
     if main and main not in arrays:
         raise UserError(f"data has no {main!r} among {', '.join(arrays) or 'nothing'}")
@@ -438,8 +479,27 @@ def _arrays(
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             what = f"{type(pair).__name__} {fields.shown(pair)}"
             raise UserError(f"data {name}={what}: give a pair (images, labels)")
-        check_pair(f"data {name}: ", *pair, class_names)
+        check_pair(f"data {name}: ", *pair, class_names, num_targets=num_targets)
     return arrays
+
+
+def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
+    """Returns images and labels by split, and whether all have labels.
+
+    Labels that are not given are 0. The dict is empty if `photos` are not arrays.
+    """
+    is_pair = isinstance(photos, tuple | list) and any(
+        isinstance(one, np.ndarray) for one in photos
+    )
+    if not is_pair and not isinstance(photos, Mapping | np.ndarray):
+        return {}, False
+    given = photos if isinstance(photos, Mapping) else {"train": photos}
+    alone = {name for name, one in given.items() if isinstance(one, np.ndarray)}
+    pairs = {
+        name: (one, np.zeros(len(one), np.int32)) if name in alone else one
+        for name, one in given.items()
+    }
+    return _arrays(pairs, "train", ()), not alone
 
 
 def _groups(
@@ -462,25 +522,6 @@ def _groups(
     return tuple(map(str, group))
 
 
-def _images(photos: object) -> tuple[dict[str, Arrays], bool]:
-    """Returns images and labels by split, and whether all have labels.
-
-    Labels that are not given are 0. The dict is empty if `photos` are not arrays.
-    """
-    is_pair = isinstance(photos, tuple | list) and any(
-        isinstance(one, np.ndarray) for one in photos
-    )
-    if not is_pair and not isinstance(photos, Mapping | np.ndarray):
-        return {}, False
-    given = photos if isinstance(photos, Mapping) else {"train": photos}
-    alone = {name for name, one in given.items() if isinstance(one, np.ndarray)}
-    pairs = {
-        name: (one, np.zeros(len(one), np.int32)) if name in alone else one
-        for name, one in given.items()
-    }
-    return _arrays(pairs, "train", ()), not alone
-
-
 def _opened(
     arrays: Mapping[str, Arrays],
     class_names: Sequence[str],
@@ -491,7 +532,14 @@ def _opened(
         return contextlib.nullcontext()
 
     return opened_by(
-        lambda _, split, __: open_arrays(arrays, split, IN_MEMORY, class_names, groups)
+        lambda data, split, _: open_arrays(
+            arrays,
+            split,
+            IN_MEMORY,
+            class_names,
+            groups,
+            num_targets=len(data.targets),
+        )
     )
 
 

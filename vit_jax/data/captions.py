@@ -35,6 +35,23 @@ def _metadata(folder: str) -> dict[str, dict]:
         ) from error
 
 
+def metadata_of(root: str, path: str) -> dict | None:
+    """Returns the image's row of the nearest metadata.jsonl of its parent folders.
+
+    Args:
+      root: `data.data_dir`.
+      path: path of the image below it.
+
+    Raises:
+      UserError: a metadata.jsonl is damaged.
+    """
+    for above in pathlib.PurePosixPath(path).parents:
+        rows = _metadata(os.path.join(root, above))
+        if (row := rows.get(os.path.relpath(path, above))) is not None:
+            return row
+    return None
+
+
 def of_file(root: str, path: str, key: str) -> list[str]:
     """Returns the captions of an image file, [] if it has none.
 
@@ -50,11 +67,8 @@ def of_file(root: str, path: str, key: str) -> list[str]:
     Raises:
       UserError: a metadata.jsonl is damaged.
     """
-    for above in pathlib.PurePosixPath(path).parents:
-        rows = _metadata(os.path.join(root, above))
-        row = rows.get(os.path.relpath(path, above))
-        if row is not None:
-            return of_value(row.get(key))
+    if (row := metadata_of(root, path)) is not None:
+        return of_value(row.get(key))
     beside = pathlib.Path(root, path).with_suffix(f".{key}")
     try:
         lines = beside.read_text(encoding="utf-8").splitlines()

@@ -22,6 +22,7 @@ IGNORED = -1  # Label of a pixel without a class.
 CHECKS = Registry(
     {
         "mask_key": "vit_jax.data.masks:check_config",
+        "target_key": "vit_jax.data.fields.target:check_config",
         "bands": "vit_jax.data.bands:check_config",
     }
 )
@@ -122,6 +123,14 @@ class ReaderConfig:
         "of each pixel: a feature of TFDS, a column of a Parquet file, a column of "
         'paths in a table, or, with `data.name="masks"`, a folder. If "", no masks are '
         "read.",
+    )
+    target_key: str = key(
+        "",
+        "Location of the numbers of an image for tasks that predict numbers, several "
+        'separated by commas, such as "age,weight": features of TFDS, columns of a table '
+        "or Parquet file, or fields of the JSON files of tar files or of metadata.jsonl "
+        'of a folder. Empty cells are missing. If "", no numbers are read.',
+        reason="regression; the command `finetune` sets it",
     )
     ignore_label: int = key(
         255,
@@ -343,9 +352,19 @@ class DataConfig(ReaderConfig):
         return bool(self.num_classes) and not self.mask_key
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the numbers of an image, see `target_key`."""
+        return names_in(self.target_key)
+
+    @property
     def of_photographs(self) -> bool:
         """Whether images are RGB or grey of 8 bits."""
         return are_photographs(self.channels, self.pixels, self.bands)
+
+
+def names_in(target_key: str) -> tuple[str, ...]:
+    """Returns the names in `data.target_key`, which commas separate."""
+    return tuple(map(str.strip, target_key.split(","))) if target_key else ()
 
 
 def are_photographs(channels: int, depth: str, bands: Sequence[int]) -> bool:

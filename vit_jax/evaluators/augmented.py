@@ -32,12 +32,13 @@ class AugmentedModel(Model):
     """A network that averages its answers over several views; it cannot be trained.
 
     `crop` is the height and width of a view in pixels. With `sigmoid` each class has an
-    independent probability, otherwise they share a softmax.
+    independent probability, otherwise they share a softmax; None is for numbers, whose
+    mean is computed.
     """
 
     views: str = "flip"
     crop: tuple[int, int] = (0, 0)
-    sigmoid: bool = False
+    sigmoid: bool | None = False
 
     def apply(
         self,
@@ -57,7 +58,7 @@ class AugmentedModel(Model):
         ]
         outputs = {name: [each[name] for each in answers] for name in answers[0]}
         means = {name: jnp.mean(jnp.stack(each), 0) for name, each in outputs.items()}
-        if "logits" in outputs:
+        if "logits" in outputs and self.sigmoid is not None:
             means["logits"] = self._combine(jnp.stack(outputs["logits"]))
         return means
 
@@ -100,7 +101,7 @@ class AugmentedModel(Model):
 
 
 def augment(
-    model: Model, preprocess: Preprocess, views: str, *, sigmoid: bool
+    model: Model, preprocess: Preprocess, views: str, *, sigmoid: bool | None
 ) -> tuple[Model, Preprocess]:
     """Returns a network that answers for several views, and its preprocessing.
 

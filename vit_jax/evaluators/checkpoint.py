@@ -62,7 +62,7 @@ def evaluate(
     """
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
-    sigmoid = pretrained.loss == "sigmoid"
+    sigmoid = None if pretrained.targets else pretrained.loss == "sigmoid"
     model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
     axes, rules = model.config.model_axes, config.sharding.rules
     size = config.sharding.min_size
@@ -86,6 +86,7 @@ def evaluate(
         order=TESTS,
         tower=tower,
         segment=segment,
+        targets=pretrained.targets,
     )
     check(suite.sources())
     for note in suite.notes:
@@ -118,7 +119,7 @@ def data_of(
 ) -> DataConfig:
     """Returns a data config with the classes and image format of weights."""
     of_weights = {
-        "num_classes": pretrained.num_classes,
+        "num_classes": 0 if pretrained.targets else pretrained.num_classes,
         "image_size": tuple(preprocess.image_size),
         "channels": model.options["channels"],
         "exif": data.exif or bool(preprocess.exif),

@@ -23,12 +23,13 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model, patches
 
 if TYPE_CHECKING:  # Imported only for types: most tasks have no texts.
+    from vit_jax.models.targets import Targets
     from vit_jax.models.text_tower import TextTower
 
 TOP = 5  # Number of best classes kept per example.
 
-# "label" only if the split has labels, "grids" only if images are sequences of patches.
-_BATCH = ("image", "grids", "label", "index", "mask")
+# Arrays of a batch that are not in `Outputs.fields`; "skipped" stays on the host.
+_BATCH = ("image", "grids", "label", "index", "mask", "skipped")
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
 Array = Any  # A NumPy array, or a JAX tracer inside a compiled function.
@@ -88,6 +89,8 @@ class Outputs:
       predictions: predictions among all classes.
       restricted: predictions among the restricted classes.
       task: metrics of the training task, (N,) each, by name.
+      fields: other fields of the records that evaluations have (data/fields), such as
+        "targets" (N, T), by name; None without such fields.
       image_embeddings: embeddings in the shared space, float32, of length 1.
       text_embeddings: embeddings in the shared space, float32, of length 1.
     """
@@ -100,6 +103,7 @@ class Outputs:
     predictions: Array = None
     restricted: Array = None
     task: Array = None
+    fields: Array = None
     image_embeddings: Array = None
     text_embeddings: Array = None
 
@@ -114,6 +118,7 @@ class TrainedTask(NamedTuple):
 
     Attributes:
       backbone, held_out_metrics, pictures, segment: methods of `tasks.task.Task`.
+      targets: attribute of `tasks.task.Task`.
       shapes: jax.ShapeDtypeStruct of each array of a state.
       shardings: shardings of a state.
       image_shape: (height, width, channels) of the task's images.
@@ -128,11 +133,16 @@ class TrainedTask(NamedTuple):
     shardings: tuple
     image_shape: tuple[int, int, int]
     tower: "TextTower | None" = None
+    targets: "Targets | None" = None
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the task's metrics on images that it is not trained on."""
+    def metric_names(self, fields: dict[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
+        """Returns the names of the task's metrics on images that it is not trained on.
+
+        Args:
+          fields: shapes of `Outputs.fields` for two images.
+        """
         batch = {
+            **fields,
             "image": jax.ShapeDtypeStruct((2, *self.image_shape), jnp.float32),
             "index": jax.ShapeDtypeStruct((2,), jnp.uint32),
         }
@@ -150,8 +160,8 @@ def make_eval_step(
 ) -> Step:
     """Builds the jitted evaluation step: (params, batch) -> (outputs, mask).
 
-    A batch has image uint8 (B, Y, X, C), index (B,), mask (B,), and label (B,) if
-    labels are read. Every device gets all rows of the result. `shardings` are those of
+    A batch has image uint8 (B, Y, X, C), index (B,), mask (B,), label (B,) if labels are
+    read, and other fields. Every device gets all rows of the result. `shardings` are those of
     the parameters, which are replicated if None. With a `trained` task, its state takes
     the place of the parameters.
     """
@@ -162,11 +172,13 @@ def make_eval_step(
         images = device_transforms.normalize(batch["image"], data.mean, data.std)
         images = patches.of_batch(batch, images)
         values = {"records": batch["index"], "labels": batch.get("label")}
+        fields = {key: value for key, value in batch.items() if key not in _BATCH}
+        values["fields"] = fields or None
         labels = values["labels"] if wanted.losses else None
         if trained is not None:
             state, params = params, trained.backbone(*params)
         if wanted.task:
-            batch_of_task = {"image": images, "index": batch["index"]}
+            batch_of_task = {**fields, "image": images, "index": batch["index"]}
             key = jax.random.key(0)  # The same random draws in each evaluation.
             with sharding.activations(mesh):
                 values["task"] = trained.held_out_metrics(*state, batch_of_task, key)
@@ -277,7 +289,7 @@ def collect_outputs(
     for batch in progress.each(batches, title, "batches", leave=False):
         if stop():
             return None
-        arrays = {name: batch[name] for name in _BATCH if name in batch}
+        arrays = {name: array for name, array in batch.items() if name != "skipped"}
         on_device = meshes.to_devices(arrays, mesh)
         running = {name: step(params[name], on_device) for name in params}
         # Outputs of a batch are fetched while the device computes the next one.

@@ -9,11 +9,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import jax
 import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import epochs, key
-from vit_jax.data import pipeline
+from vit_jax.data import fields, pipeline
 from vit_jax.data.config import MATCHERS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fields.image import Image
@@ -31,11 +32,12 @@ from vit_jax.errors import NoLabels, NoSplit, UserError
 
 if TYPE_CHECKING:  # Imported only for types: only evaluations of weights use it.
     from vit_jax.data.preprocess import Preprocess
+    from vit_jax.models.targets import Targets
 
 # Keys of `config.data` that an evaluation of another data set may set.
 KEYS = (
     *("name", "data_dir", "image_key", "label_key", "caption_key", "mask_key"),
-    "eval_transform",
+    *("target_key", "eval_transform"),
 )
 _MANY = 2**31 - 1  # Number of classes if the labels are not the model's classes.
 # Default splits; the first that exists is read. Evaluations during training use the
@@ -85,6 +87,12 @@ class EvalConfig:
     mask_key: str = key(
         "",
         'Source of the masks, as in `data.mask_key`; "" is `data.mask_key`, or none '
+        "for another data set.",
+        reason="data sets with other names than the training data",
+    )
+    target_key: str = key(
+        "",
+        'Names of the targets, as in `data.target_key`; "" is `data.target_key`, or none '
         "for another data set.",
         reason="data sets with other names than the training data",
     )
@@ -154,6 +162,17 @@ class EvalSplit:
         )
 
     @property
+    def fields(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the fields of two records besides image and label."""
+        made = fields.of(self.data, self.source, train=False)
+        specs = {each.name: each.spec(self.data.image_size) for each in made}
+        return {
+            name: jax.ShapeDtypeStruct((2, *shape), dtype)
+            for name, (shape, dtype) in specs.items()
+            if name != "label"
+        }
+
+    @property
     def makes_sequences(self) -> bool:
         """Whether images become sequences of patches, see models/patches.py."""
         ops = self.ops
@@ -204,8 +223,11 @@ class EvalSplits:
 
     Attributes:
       preprocess: preprocessing, see the arguments.
+      targets: what the outputs of the model mean if they are numbers; None for classes.
       notes: lines for the user.
     """
+
+    targets: "Targets | None" = None
 
     def __init__(
         self,
@@ -218,7 +240,7 @@ class EvalSplits:
         self._opened: dict[tuple, EvalSplit] = {}
         self._matched: dict[tuple, EvalSplit] = {}
         self.class_names, self.num_classes = tuple(class_names), data.num_classes
-        self.multi_label = data.multi_label
+        self.multi_label, self.target_key = data.multi_label, data.target_key
         self.notes: list[str] = []
 
     def open(
@@ -285,7 +307,8 @@ class EvalSplits:
         except NoLabels as error:
             raise UserError(
                 f"evals.{name} needs labels: {error}; or name a labelled data set in "
-                f"evals.{name}.name and evals.{name}.data_dir"
+                f"evals.{name}.name and evals.{name}.data_dir; or score numbers by "
+                "kind='regression' or 'ridge'"
             ) from error
         if data.exclude and split == data.split:
             source = exclude(source, data.exclude)
@@ -348,6 +371,7 @@ class EvalSplits:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             of_set |= {"image_dir": "", "image_suffix": "", "mask_key": ""}
+            of_set["target_key"] = ""
             of_set["group_key"] = ""
             changes = of_set | {"exclude": "", "num_examples": 0} | changes
         # Evaluations may read labels that the run does not read.

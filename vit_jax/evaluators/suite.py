@@ -24,6 +24,7 @@ from vit_jax.models import Model, layer_features
 
 if TYPE_CHECKING:
     from vit_jax.data.preprocess import Preprocess
+    from vit_jax.models.targets import Targets
     from vit_jax.models.text_tower import TextTower
 
 # Metrics by evaluation and set of parameters.
@@ -60,6 +61,8 @@ class Suite:
       tower: text tower of the network.
       segment: function of the network's parameters and images that segments, see
         `tasks.task.Task`.
+      targets: what the network's outputs mean if they are numbers, see
+        `tasks.task.Task`.
 
     Attributes:
       notes: lines for the user.
@@ -88,6 +91,7 @@ class Suite:
         trained: TrainedTask | None = None,
         tower: "TextTower | None" = None,
         segment: Callable[[dict, jax.Array], jax.Array] | None = None,
+        targets: "Targets | None" = None,
     ):
         self._trained = trained
         self._tower = trained.tower if trained else tower
@@ -102,6 +106,7 @@ class Suite:
         self._picture_step: Step | None = None
         self._finite = finite
         splits = EvalSplits(data, preprocess, class_names, order)
+        splits.targets = trained.targets if trained else targets
         self._configs = dict(evals)
         self._evaluators = {
             name: config.open(name, splits) for name, config in self._configs.items()
@@ -131,7 +136,7 @@ class Suite:
                 f"evals.{name} is an evaluation of a run's task, which exists during "
                 "training only: leave it out"
             )
-        if one.wanted.task and not self._trained.metric_names:
+        if one.wanted.task and not self._trained.metric_names(one.split.fields):
             raise UserError(
                 f"evals.{name} is an evaluation of the task, which has no metrics on "
                 "images that it is not trained on: leave it out, or use one of "

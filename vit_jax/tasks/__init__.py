@@ -18,6 +18,7 @@ TASKS = Registry(
         "dino": "vit_jax.tasks.dino:DinoConfig",
         "dinov2": "vit_jax.tasks.dinov2:Dinov2Config",
         "contrastive": "vit_jax.tasks.contrastive:ContrastiveConfig",
+        "regression": "vit_jax.tasks.regression:RegressionConfig",
         "segmentation": "vit_jax.tasks.segmentation:SegmentationConfig",
     }
 )

@@ -27,7 +27,7 @@ from vit_jax.tasks.task import Task, TaskConfig, Tree, backbone_paths
 
 # These do not keep the trained network in a separate dict, or learn from labels or texts.
 _NOT_WRAPPED = {"adapters", "classification", "distillation", "linear_probe", "lora"}
-_NOT_WRAPPED |= {"contrastive", "segmentation"}
+_NOT_WRAPPED |= {"contrastive", "regression", "segmentation"}
 # By their names, because this module is imported while TASKS is read.
 _WRAPPED = Registry({k: v for k, v in TASKS.data.items() if k not in _NOT_WRAPPED})
 
@@ -48,6 +48,9 @@ class AdaptersConfig(LowRankConfig):
     @property
     def has_classifier(self) -> bool:
         return self.of.has_classifier
+
+    def num_outputs(self, data: DataConfig) -> int:
+        return self.of.num_outputs(data)
 
     @property
     def needs_all_patches(self) -> bool:

@@ -34,6 +34,7 @@ from vit_jax.models import STATE, Model, cost, patches, stacking
 from vit_jax.models.patches import PatchSequences
 
 if TYPE_CHECKING:  # Not imported for tasks without texts.
+    from vit_jax.models.targets import Targets
     from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays; None if there are no arrays.
@@ -99,6 +100,8 @@ class Task(Protocol):
       segment: method from `params`, `extra` and normalised images (B, Y, X, C) to the
         logits of a grid of cells, (B, y, x, classes); None if the task does not
         classify pixels.
+      targets: what the outputs of the model mean if they are numbers, see
+        models/targets.py; None for classes.
       statistics: names of entries of `extra` that predictions need beside the
         parameters, such as running means, or that another run starts from.
       trained: path in `params` of a network, such as a student, that is trained instead
@@ -111,6 +114,7 @@ class Task(Protocol):
     notes: tuple[str, ...] = ()
     tower: "TextTower | None" = None
     segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
+    targets: "Targets | None" = None
     statistics: tuple[str, ...] = ()
     trained: str | None = None
 
@@ -205,7 +209,8 @@ class Task(Protocol):
 
         Args:
           params, extra: training state.
-          batch: "image" (B, Y, X, C), normalised, and "index" (B,), record numbers.
+          batch: "image" (B, Y, X, C), normalised, "index" (B,), record numbers, and
+            fields of records that are `in_eval` (data/fields), except for labels.
           rng: random key, equal in all evaluations.
 
         Returns:
@@ -527,6 +532,10 @@ class TaskConfig:
     def pretrained_name(self) -> str:
         """Name of the task whose pretrained parameters `with_task_params` takes."""
         return self.name
+
+    def num_outputs(self, data: DataConfig) -> int:
+        """Returns the number of outputs of the network's classifier; 0 for none."""
+        return data.num_classes if self.has_classifier else 0
 
     def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
         """Returns the config with values that are computed from the training records.

@@ -12,6 +12,7 @@ import jax
 from etils import epath
 
 from vit_jax.errors import UserError
+from vit_jax.evaluators.metric_names import lower_is_better
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.run_report import flatten_scores
@@ -265,11 +266,6 @@ class BestCheckpoint:
             return False
         self.step, self.score, self._since = step, score, 0
         return True
-
-
-def lower_is_better(metric: str) -> bool:
-    """Returns whether lower values of a metric are better, as for losses and errors."""
-    return metric == "ece" or any(word in metric for word in ("loss", "error"))
 
 
 class Tracing(Callback):

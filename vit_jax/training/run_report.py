@@ -15,7 +15,12 @@ from jax.experimental import multihost_utils
 
 from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.errors import UserError
-from vit_jax.evaluators.metric_names import fewer_images, is_accuracy, text
+from vit_jax.evaluators.metric_names import (
+    fewer_images,
+    is_accuracy,
+    is_beside,
+    text,
+)
 
 FILE = "report.json"
 # Titles of the metrics that the lines of evaluations show, each a fraction.
@@ -231,7 +236,7 @@ def _scores(scores: dict[str, float], columns: dict[str, str]) -> str:
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if is_accuracy(k)}
         shown = shown or {
-            k: v for k, v in scores.items() if "/" not in k
+            k: v for k, v in scores.items() if "/" not in k and not is_beside(k)
         }  # No classes.
         return "  ".join(
             f"{k} {text(k, v)}{fewer_images(k, scores)}" for k, v in shown.items()

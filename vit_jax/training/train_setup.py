@@ -104,6 +104,7 @@ class TrainSetup(NamedTuple):
             (shardings.params, shardings.extra),
             self.model.image_shape,
             task.tower,
+            task.targets,
         )
 
     def initial_state(self) -> TrainState:

@@ -63,14 +63,19 @@ def export(
     check(to, out, overwrite=overwrite)
     write = _find_write(pretrained, to)
     _check_complete(pretrained)
-    notes, names = [], pretrained.class_names
+    notes, names, writer = [], pretrained.class_names, WRITERS[to]
     if names and len(names) != pretrained.num_classes:
         notes.append(
             f"class names: {len(names)} for {pretrained.num_classes} classes, "
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
-    writer, how = WRITERS[to], pretrained.preprocess
+    if pretrained.targets:
+        params, targets = pretrained.targets.in_units(pretrained.params)
+        pretrained = dataclasses.replace(pretrained, params=params, targets=targets)
+        if not writer.program:
+            notes.append(f"outputs of the classifier: {targets.describe()}")
+    how = pretrained.preprocess
     if how and how.transform and not _stores(writer, how.transform):
         plain = how.without_transform()
         notes.append(

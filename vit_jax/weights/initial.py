@@ -73,6 +73,8 @@ def load_initial(
     others = pretrained.task_params if pretrained.objective.get("name") == task else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
+    elif pretrained.targets:
+        others = others | {"targets": pretrained.targets.affine()}
     left = left_out(others) if others else {}
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
     for name, why in left.items():

@@ -5,6 +5,7 @@ import dataclasses
 from vit_jax.data import imagenet
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import segmenter
+from vit_jax.models.targets import Targets
 from vit_jax.weights.calibration import Calibration
 
 IMAGENET = {"mean": imagenet.MEAN, "std": imagenet.STD}
@@ -39,6 +40,8 @@ class Pretrained:
       start: checkpoint that the training started from; empty if it started from random
         parameters or if this is unknown.
       multi_label: whether an image may have several classes.
+      targets: what the outputs of the classifier mean if they are numbers; None for
+        classes.
       architecture: timm's name of the network; empty if unknown.
       token_merging: number of tokens that each block merges, see models/merging.py; not
         read from the checkpoint.
@@ -58,6 +61,7 @@ class Pretrained:
     tokenizer: str = ""
     start: str = ""
     multi_label: bool = False
+    targets: Targets | None = None
     architecture: str = ""
     token_merging: int = 0
     calibration: Calibration | None = None

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import operator
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
@@ -12,9 +14,11 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
+from vit_jax.models.targets import Targets
 from vit_jax.weights import calibration
 from vit_jax.weights.checkpoint_folders import (
     FOLDER,
@@ -28,6 +32,9 @@ from vit_jax.weights.checkpoint_folders import (
     steps,
 )
 from vit_jax.weights.pretrained import LINKS, Pretrained
+
+# File with the widths of intervals of predicted numbers, see `write_margins`.
+MARGINS = "margins.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Checkpoint:
       config: the run's config, as plain dicts.
       class_names: class names in label order; empty if the data set has none.
       task_params: parameters of the task outside the network; empty unless requested.
+      targets: what the network's outputs mean if they are numbers; None for classes.
     """
 
     params: dict
@@ -53,6 +61,7 @@ class Checkpoint:
     config: dict
     class_names: tuple[str, ...]
     task_params: dict = dataclasses.field(default_factory=dict)
+    targets: Targets | None = None
 
 
 def load(
@@ -138,6 +147,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     with context:
         loaded = ocp.load(path, target)
     params, *state = [find(place, loaded) for place in places]
+    targets = stored.custom_metadata["task"].get("targets")
     task_params = {}
     if with_task:
         task_params = {name: loaded["extra"][name] for name in statistics}
@@ -154,6 +164,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
         best={},
         config=stored.custom_metadata["config"],
         class_names=tuple(map(composed, stored.custom_metadata["class_names"])),
+        targets=targets and Targets.of_json(targets),
     )
 
 
@@ -167,6 +178,30 @@ def _others(params: dict, path: list[str]) -> dict:
     inner = _others(params[first], rest)
     others = {name: value for name, value in params.items() if name != first}
     return others | ({first: inner} if inner else {})
+
+
+def write_margins(workdir: str | os.PathLike, margins: Sequence[float] | None) -> None:
+    """Writes `Targets.margins` of the checkpoint that `load` reads by default.
+
+    None removes those of an earlier checkpoint.
+    """
+    path = epath.Path(workdir) / MARGINS
+    if margins is None:
+        path.unlink(missing_ok=True)
+        return
+    step = best(epath.Path(workdir)).get("step", steps(epath.Path(workdir))[-1])
+    replace_text(path, json.dumps({"step": step, "margins": list(margins)}) + "\n")
+
+
+def _with_margins(targets: Targets | None, workdir: str, step: int) -> Targets | None:
+    """Returns targets with the margins of `write_margins` if they are of this step."""
+    path = epath.Path(split_step(workdir)[0]) / MARGINS
+    if targets is None or not path.exists():
+        return targets
+    stored = read_json(path)
+    if stored.get("step") != step:
+        return targets
+    return dataclasses.replace(targets, margins=tuple(stored["margins"]))
 
 
 def load_pretrained(
@@ -211,4 +246,5 @@ def load_pretrained(
         start=checkpoint.config.get("init", {}).get("checkpoint", ""),
         multi_label=data.get("multi_label", False),
         calibration=decisions,
+        targets=_with_margins(checkpoint.targets, os.fspath(workdir), checkpoint.step),
     )

@@ -236,17 +236,43 @@ def test_rows_that_are_not_used_are_counted(photos, tmp_path):
 def test_measurements_are_not_taken_for_classes(photos, tmp_path):
     paths = sorted(photos.glob("*/*/*.png"))
 
-    def find_with(label):
-        lines = ["image,label", *(f"{p},{label(i)}" for i, p in enumerate(paths))]
+    def find_with(label, column="label", **given):
+        lines = [f"image,{column}", *(f"{p},{label(i)}" for i, p in enumerate(paths))]
         (tmp_path / "t.csv").write_text("\n".join(lines))
-        return find(tmp_path / "t.csv", tmp_path / "run")
+        return find(tmp_path / "t.csv", tmp_path / "run", **given)
 
     for label in (lambda i: 0.5 + i, lambda i: 40 + i % 15):
-        with pytest.raises(UserError, match="t.csv has .* column 'label'.*label_key"):
-            find_with(label)
+        found = find_with(label)
+        assert found.data["target_key"] == "label" and sizes(found) == [19, 4]
+        with pytest.raises(
+            UserError, match="t.csv has .* column 'label'.*--target=label"
+        ):
+            find_with(label, label_key="label")
     # Class numbers, names that differ, and measurements in few steps.
     for label in (lambda i: i % 15, lambda i: f"a{i % 15}", lambda i: 0.5 * (i % 7)):
-        assert sum(sizes(find_with(label))) == 23
+        found = find_with(label)
+        assert sum(sizes(found)) == 23 and "target_key" not in found.data
+    # A column that is not called like labels.
+    for label in (lambda i: 40 + i % 15, lambda i: "" if i % 3 else 0.5 * (i % 7)):
+        assert find_with(label, "age").data["target_key"] == "age"
+    with pytest.raises(UserError, match="'age'.*--target=age.*data.label_key=age"):
+        find_with(lambda i: 40 + i % 5, "age")
+    assert find_with(lambda i: 40 + i % 5, "age", target_key="age").test == ""
+    assert find_with(lambda i: 40 + i % 5, "age", label_key="age").config.has_labels
+    with pytest.raises(UserError, match="age, sex.*--target=age.*data.label_key"):
+        find_with(lambda i: f"{40 + i},m", "age,sex")
+
+
+def test_folds_of_numbers_are_parts_of_the_rows(photos, tmp_path):
+    paths = sorted(photos.glob("*/*/*.png"))
+    lines = ["image,age,kg", *(f"{p},{i},{2 * i}" for i, p in enumerate(paths))]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    found = find(tmp_path / "t.csv", tmp_path / "run", target_key="age,kg")
+    seen = []
+    for fold in range(3):
+        part = layout.take_fold(found, fold, 3)
+        seen += part.open(part.validation).known_targets()[:, 1].tolist()
+    assert sorted(seen) == [2 * i for i in range(23)]
 
 
 def masked(found, split):

@@ -21,6 +21,7 @@ FIELDS = {
     "label": ("has_labels", "vit_jax.data.fields.label:Label"),
     "label_map": ("mask_key", "vit_jax.data.fields.mask:LabelMap"),
     "text": ("tokenizer", "vit_jax.data.fields.caption:Caption"),
+    "targets": ("target_key", "vit_jax.data.fields.target:Target"),
 }
 # Further arrays of batches; "mask" is True for rows of an evaluation that are images.
 _OTHERS = ("index", "skipped", "mask")

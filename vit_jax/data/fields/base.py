@@ -27,7 +27,7 @@ class Field(abc.ABC):
     """
 
     name: ClassVar[str]
-    blank: ClassVar[int] = 0
+    blank: ClassVar[float] = 0
     in_eval: ClassVar[bool] = False
     moves: ClassVar[bool] = False
 

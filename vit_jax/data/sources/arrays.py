@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Integer, UInt8
+from jaxtyping import Float, Integer, UInt8
 
 from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
@@ -37,9 +37,10 @@ IN_MEMORY = "in_memory"  # `data.name` of arrays from Python code.
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource(Numbered):
-    """Images and labels in memory.
+    """Images, and labels or targets, in memory.
 
-    `labels` are None if they are not read; without a `numbering` records count from 0.
+    `labels` and `targets`, (N, T), are None if they are not read; without a `numbering`
+    records count from 0.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ArraySource(Numbered):
     labels: Integer[np.ndarray, " N"] | None
     class_names: tuple[str, ...] = ()
     numbering: Numbering | None = None
+    targets: Float[np.ndarray, "N T"] | None = None
 
     def __post_init__(self):
         if self.numbering is None:
@@ -56,14 +58,20 @@ class ArraySource(Numbered):
             object.__setattr__(self, "numbering", whole)
 
     def __getitem__(self, i: int) -> dict:
-        if self.labels is None:
-            return {"image": self.images[i]}
-        return {"image": self.images[i], "label": int(self.labels[i])}
+        record = {"image": self.images[i]}
+        if self.labels is not None:
+            record["label"] = int(self.labels[i])
+        if self.targets is not None:
+            record["targets"] = self.targets[i]
+        return record
 
     def entries(self) -> Entries:
         parts = self.numbering.parts
         names = [f"{name}/{number}" for name, part in parts for number in part]
-        return in_memory(names, self.labels, self.images)
+        entries = in_memory(names, self.labels, self.images)
+        if self.targets is None:
+            return entries
+        return entries._replace(more={"targets": zlib.crc32(self.targets.tobytes())})
 
     def without_images(self) -> "ArraySource":
         blank = np.broadcast_to(np.uint8(0), self.images.shape)
@@ -76,6 +84,8 @@ def open_arrays(
     name: str,
     class_names: Sequence[str] = (),
     groups: Sequence[str] | None = None,
+    *,
+    num_targets: int = 0,
 ) -> ArraySource:
     """Returns a source of arrays, for use in a custom source (see custom.py).
 
@@ -88,6 +98,9 @@ def open_arrays(
       split: split expression.
       name: name of the data set, for messages.
       class_names: names in label order; may be empty.
+      num_targets: number of targets of an image (`data.targets`); if it is not 0, the
+        arrays have numbers, (N,) or (N, num_targets), in place of labels, NaN where one
+        is missing.
       groups: group of each image of the split "train", for "grouped_splits".
 
     Raises:
@@ -99,11 +112,15 @@ def open_arrays(
         sizes[key] = _length(f"{name} {key}: ", images, labels)
     parts_of = None
     if groups is not None:
-        train = list(groups), np.asarray(arrays["train"][1]).tolist()
+        labels = np.asarray(arrays["train"][1])
+        labels = np.zeros(len(labels), int) if num_targets else labels
+        train = list(groups), labels.tolist()
         parts_of = grouping.parts_of({"train": train}, "group")
     numbering = Numbering.of(split, sizes, name, parts_of)
     for key in dict(numbering.parts):
-        check_pair(f"{name} {key}: ", *arrays[key], class_names)
+        check_pair(
+            f"{name} {key}: ", *arrays[key], class_names, num_targets=num_targets
+        )
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
@@ -119,13 +136,11 @@ def open_arrays(
             f"{name} {split}: images of the shapes {' and '.join(map(str, shapes))}; "
             "make them equal, or open the splits one by one"
         )
-    return ArraySource(
-        f"{name} {split}",
-        np.concatenate(image_parts),
-        np.concatenate(label_parts),
-        tuple(class_names),
-        numbering,
-    )
+    images, labels = np.concatenate(image_parts), np.concatenate(label_parts)
+    if num_targets:
+        targets = labels.astype(np.float32).reshape(len(labels), num_targets)
+        return ArraySource(f"{name} {split}", images, None, (), numbering, targets)
+    return ArraySource(f"{name} {split}", images, labels, tuple(class_names), numbering)
 
 
 def open_digits(data: DataConfig, split: str) -> ArraySource:
@@ -239,12 +254,14 @@ def small_in_memory(source, data: DataConfig):
     """Decodes a small set such as CIFAR into memory, so that batches are gathered.
 
     `source` is returned unchanged if the set is too large, has captions, masks or
-    several labels per image, has images of different sizes, or has a damaged image, which is left to `data.on_error`.
+    several labels per image or targets, has images of different sizes, or has a damaged
+    image, which is left to `data.on_error`.
     """
     form = bands.PixelFormat.of(data)
     # For other images, bands would be chosen and values scaled a second time.
     several = data.has_labels and data.multi_label
-    if several or data.caption_key or data.mask_key or not form.is_photograph:
+    others = several or data.caption_key or data.mask_key or data.target_key
+    if others or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape
@@ -266,14 +283,25 @@ def small_in_memory(source, data: DataConfig):
 
 
 def check_pair(
-    where: str, images: object, labels: object, class_names: Sequence[str]
+    where: str,
+    images: object,
+    labels: object,
+    class_names: Sequence[str],
+    *,
+    num_targets: int = 0,
 ) -> None:
-    """Raises UserError, beginning with `where`, for arrays of a wrong kind."""
+    """Raises UserError, beginning with `where`, for arrays of a wrong kind.
+
+    With `num_targets` the labels are numbers, see `open_arrays`.
+    """
     _length(where, images, labels)
     images, labels = _array(where, "images", images), _array(where, "labels", labels)
     if problem := _problem(images):
         raise UserError(f"{where}images={describe(images)}: {problem}")
-    check_labels(where, labels, class_names)
+    if num_targets:
+        _check_targets(where, labels, num_targets)
+    else:
+        check_labels(where, labels, class_names)
 
 
 def _length(where: str, images: object, labels: object) -> int:
@@ -311,6 +339,22 @@ def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> 
         more = f" to {most}, the number of class_names less 1" if class_names else ""
         raise UserError(
             f"{where}record {i} has label {labels[i]}; give labels from 0{more}"
+        )
+
+
+def _check_targets(where: str, targets: np.ndarray, count: int) -> None:
+    """Raises UserError unless there are `count` finite numbers or NaN per image."""
+    shape = (len(targets), count)
+    shapes = (shape, shape[:1]) if count == 1 else (shape,)
+    if targets.dtype.kind not in "uif" or targets.shape not in shapes:
+        raise UserError(
+            f"{where}targets={describe(targets)}: not {count} number(s) per image, as "
+            f"data.target_key says; give an array of floats of the shape {shape}"
+        )
+    for i in np.flatnonzero(np.isinf(targets).reshape(len(targets), -1).any(1))[:1]:
+        raise UserError(
+            f"{where}record {i} has the targets {targets[i]}; give finite numbers, or NaN "
+            "where one is missing"
         )
 
 

@@ -31,6 +31,7 @@ class Source:
       images: uint8, uint16 or float32 array (N, H, W, C) if the set is in memory, else
         None.
       labels: integer array (N,) if the set is in memory, else None.
+      targets: numbers of the images, float (N, T), if the set is in memory, else None.
       record_groups: group of each record by `data.group_key`; None without groups.
     """
 
@@ -38,6 +39,7 @@ class Source:
     class_colors: tuple[tuple[int, int, int], ...] = ()
     images: np.ndarray | None
     labels: np.ndarray | None
+    targets: np.ndarray | None = None
     record_groups: Sequence[str] | None = None
 
     def __len__(self) -> int:
@@ -49,7 +51,8 @@ class Source:
 
         With `data.caption_key` there is also "text", a caption or a list of captions;
         with `data.mask_key` also "mask", encoded bytes or an integer array (H, W) or
-        (H, W, 1).
+        (H, W, 1); with `data.target_key` also "targets", a number for each of its
+        names, NaN or None if missing.
         """
         raise NotImplementedError
 
@@ -75,6 +78,10 @@ class Source:
         The result is None if the classes are unknown without reading the records.
         """
         return None if self.labels is None else np.asarray(self.labels, np.int64)
+
+    def known_targets(self) -> np.ndarray | None:
+        """Returns the numbers of all images, (N, T); None if records must be read."""
+        return self.targets
 
     def locate(
         self, record_ids: Sequence[str]

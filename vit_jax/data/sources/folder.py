@@ -46,7 +46,12 @@ EXTENSIONS = (
 )
 # Key of `config.data` -> class that reads parts of records from files beside the
 # images.
-BESIDE = Registry({"caption_key": "vit_jax.data.captions:CaptionFiles"})
+BESIDE = Registry(
+    {
+        "caption_key": "vit_jax.data.captions:CaptionFiles",
+        "target_key": "vit_jax.data.fields.target:TargetFiles",
+    }
+)
 WHOLE = "all"  # The only split of a folder without splits.
 PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # Parts of the split "all".
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
@@ -130,6 +135,12 @@ class FolderSource(Source):
         if labels is None or isinstance(labels[0], list):  # Several labels per image.
             return labels
         return np.array(labels, np.int64)
+
+    def known_targets(self) -> np.ndarray | None:
+        for each in self.beside:
+            if each.name == "targets":
+                return np.array([each.read(self.root, path) for path in self.paths])
+        return None
 
     def entries(self) -> Entries:
         labels = self.known_labels()

@@ -187,7 +187,7 @@ def exclude(source: Source, path: str) -> Excluding:
             "split: leave one to train on"
         )
     gaps = excluded - np.arange(len(excluded))
-    if source.images is None:
+    if source.images is None or source.targets is not None:
         return Excluding(source, gaps)
     images, labels = (
         None if values is None else np.delete(values, excluded, 0)

@@ -65,6 +65,7 @@ class ParquetSource(Numbered):
       numbers: number of each class, if labels are stored as names.
       separator: `data.label_separator`.
       several: whether an image has any number of labels.
+      target_names: columns of the targets; () if targets are not read.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ParquetSource(Numbered):
     numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
     separator: str = ""
     several: bool = False
+    target_names: tuple[str, ...] = ()
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -96,6 +98,8 @@ class ParquetSource(Numbered):
             record[captions.TEXT] = captions.of_value(values[self.caption_key])
         if self.mask_key:
             record["mask"] = _mask(values[self.mask_key])
+        if self.target_names:
+            record["targets"] = [values[name] for name in self.target_names]
         if self.label_key is not None:
             record["label"] = values[self.label_key]
             if self.several:
@@ -125,13 +129,19 @@ class ParquetSource(Numbered):
         if self.caption_key:
             sums = (_caption_sum(path, self.caption_key) for path in self.files)
             more["captions"] = list(zip(names, sums, strict=True))
+        if self.target_names:
+            more["targets"] = [
+                [_label_sum(path, name) for name in self.target_names]
+                for path in self.files
+            ]
         return Entries("shards", names, labels, sizes, more)
 
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group, by name."""
         path, at = self.pieces[group]
         keys = self.image_key, self.label_key, self.caption_key, self.mask_key
-        columns = [key for key in keys if key]
+        # A column may be read as label and as target.
+        columns = list(dict.fromkeys(filter(None, (*keys, *self.target_names))))
         if _local.group != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
@@ -174,6 +184,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     for key in ("caption_key", "mask_key"):
         if getattr(data, key):
             check_known(key, [getattr(data, key)], columns, name)
+    check_known("target_key", data.targets, columns, name)
     label_key = data.label_key if data.has_labels else None
     class_names, numbers = (), {}
     if label_key is not None and data.multi_label:
@@ -197,6 +208,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         numbers=numbers,
         separator=data.label_separator,
         several=data.multi_label,
+        target_names=data.targets,
     )
     return small_in_memory(source, data)
 

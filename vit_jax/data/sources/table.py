@@ -9,8 +9,8 @@ labels: a list, also as JSON or Python text, or names separated by
 `data.label_separator`, by default "|", ";" or ",". If `data.label_key` lists several
 columns, separated by ",", each column is a class, with values 1 (the image has the
 class), 0, -1 (uncertain, as in CheXpert) or empty. The column `data.mask_key` has the
-paths of masks, relative to the table's folder. A cell is missing if it is None, NaN or
-blank.
+paths of masks, relative to the table's folder. The columns `data.target_key` have
+numbers. A cell is missing if it is None, NaN or blank.
 """
 
 import collections
@@ -28,6 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from vit_jax.config import fields
 from vit_jax.data import groups, splits, tags
 from vit_jax.data.config import DataConfig
+from vit_jax.data.fields.target import TargetValues, numbers_in
 from vit_jax.data.masks import MaskFiles
 from vit_jax.data.sources.base import (
     SourceType,
@@ -94,6 +95,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
                 keys["label_key"] = label_columns(data.label_key, table.columns)
             if data.mask_key:
                 keys["mask_key"] = [data.mask_key]
+            if data.target_key:
+                keys["target_key"] = data.targets
             if data.group_key and not _by_rule(data, table.columns):
                 keys["group_key"] = [data.group_key]
             for key, columns in keys.items():
@@ -119,6 +122,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         if name in rows
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
+    beside, read_rows = (), [row for name in files for row in rows[name]]
     group_of, parts_of = None, None
     if data.group_key:
         group_of = {}
@@ -126,10 +130,10 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
             group_of |= _groups(data, paths, rows[name])
         parts_of = groups.of_splits(files, group_of, data.group_key)
     chosen = splits.select(split, sizes, data.data_dir, parts_of)
-    beside = ()
     if data.mask_key:
-        read_rows = [row for name in files for row in rows[name]]
         beside = (MaskFiles(_masks(data, paths, tables, read_rows)),)
+    if data.target_key:
+        beside += (TargetValues(_targets(data, paths, read_rows)),)
     return FolderSource.of_splits(
         paths.root, files, list(classes), chosen, beside, group_of
     )
@@ -517,6 +521,27 @@ def _masks(
             )
         first.setdefault(name, row)
     return masks
+
+
+def _targets(
+    data: DataConfig, paths: _Paths, rows: Sequence[_Row]
+) -> dict[str, tuple[float, ...]]:
+    """Returns the numbers of each image, by the name of the image."""
+    targets, first = {}, {}
+    for row in rows:
+        name = paths.name(row.cells)
+        try:
+            values = numbers_in(row.cells, data.targets)
+        except UserError as error:
+            raise UserError(f"{row} {error}") from error
+        # As text, because NaN differs from itself.
+        if repr(targets.setdefault(name, values)) != repr(values):
+            raise UserError(
+                f"{row} gives {name} the numbers {values}, and {first[name]} others, "
+                f"{targets[name]}: keep one row for each image"
+            )
+        first.setdefault(name, row)
+    return targets
 
 
 def _size(path: str) -> int | None:

@@ -9,7 +9,8 @@ are left out.
 
 The class of a sample is its member KEY.cls, or with `data.label_key="json:FIELD"` a
 field of KEY.json: a number, or one of the lines of `data_dir`/classnames.txt. Captions
-are the member `data.caption_key`, such as "txt", or "json:FIELD".
+are the member `data.caption_key`, such as "txt", or "json:FIELD". The numbers of
+`data.target_key` are fields of KEY.json.
 
 A tar file has no index. The positions of its members are read from all their headers
 once, without the content, and kept in the cache of this package.
@@ -39,6 +40,7 @@ from vit_jax.command_line import files
 from vit_jax.data import captions, class_names, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fields import target
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import folder
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
@@ -130,8 +132,9 @@ class TarSource(Numbered):
       positions: members of each file.
       file: index into `files` of each record.
       image: member of each record's image.
-      parts: wanted parts of a record, "label" or captions: member of each record, -1
-        if it is missing, and the ending or "json:FIELD" that it is read from.
+      parts: wanted parts of a record, "label", captions or targets: member of each
+        record, -1 if it is missing, and the ending or "json:FIELD" that it is read from.
+      target_names: fields of KEY.json with the targets.
     """
 
     name: str
@@ -143,6 +146,7 @@ class TarSource(Numbered):
     parts: Mapping[str, tuple[Integer[np.ndarray, " N"], str]]
     class_names: tuple[str, ...]
     numbering: splits.Numbering
+    target_names: tuple[str, ...] = ()
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -205,6 +209,8 @@ class TarSource(Numbered):
             sample[ending] = self._content(stream, i, members[i])
         if name == "label":
             return label_of(sample, place, self.class_names)
+        if name == target.NAME:
+            return target.numbers_in(fields_of(sample), self.target_names)
         return captions.of_value(caption_of(sample, place))
 
 
@@ -268,6 +274,7 @@ def open_tar(data: DataConfig, split: str) -> TarSource | ArraySource:
         parts=parts,
         class_names=class_names_in(folder_of) if data.has_labels else (),
         numbering=numbering,
+        target_names=data.targets,
     )
     return small_in_memory(source, data)
 
@@ -279,6 +286,8 @@ def _wanted(data: DataConfig) -> dict[str, str]:
         wanted["label"] = LABEL if data.label_key == _LABEL_KEY else data.label_key
     if data.caption_key:
         wanted[captions.TEXT] = data.caption_key
+    if data.target_key:
+        wanted[target.NAME] = JSON
     return wanted
 
 

@@ -48,6 +48,7 @@ class TfdsSource(Numbered):
       caption_key: feature of the captions, possibly nested, as in "captions.text"; ""
         if captions are not read.
       mask_key: feature of the masks; "" if masks are not read.
+      target_names: features of the targets; () if targets are not read.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TfdsSource(Numbered):
     version: str
     caption_key: str = ""
     mask_key: str = ""
+    target_names: tuple[str, ...] = ()
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -106,7 +108,16 @@ class TfdsSource(Numbered):
             named[captions.TEXT] = captions.of_value(texts)
         if self.mask_key:
             named["mask"] = record[self.mask_key]
+        if self.target_names:
+            named["targets"] = [record[name] for name in self.target_names]
         return named
+
+    def known_targets(self) -> np.ndarray | None:
+        if not self.target_names:
+            return None
+        return np.array(
+            [np.ravel(self.read_feature(name)) for name in self.target_names]
+        ).T
 
 
 def open_tfds(
@@ -119,6 +130,7 @@ def open_tfds(
     title: str = "",
     caption_key: str = "",
     mask_key: str = "",
+    target_names: Sequence[str] = (),
 ) -> TfdsSource:
     """Opens a prepared data set from only its files; raises as `SourceType.open`.
 
@@ -131,7 +143,7 @@ def open_tfds(
       label: feature with the class number, or a function from a record to it; None if
         labels are not read.
       title: name of the data set in messages; "" for `name`.
-      caption_key, mask_key: attributes of `TfdsSource`.
+      caption_key, mask_key, target_names: attributes of `TfdsSource`.
     """
     builder = _builder(name, data_dir)
     features = builder.info.features
@@ -142,6 +154,8 @@ def open_tfds(
         _feature("caption_key", caption_key.split(".")[0], name, features)
     if mask_key:
         _feature("mask_key", mask_key, name, features)
+    for target in target_names:
+        _feature("target_key", target, name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
     numbering = splits.Numbering.of(split, sizes, title or name)
     if any(part.step > 1 for _, part in numbering.parts):
@@ -165,6 +179,7 @@ def open_tfds(
         builder.info.full_name,
         caption_key,
         mask_key,
+        tuple(target_names),
     )
 
 
@@ -339,6 +354,7 @@ def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     label_key = data.label_key if data.has_labels else None
     where = data.name, data.data_dir, split, data.image_key, label_key
     more = {"caption_key": data.caption_key, "mask_key": data.mask_key}
+    more["target_names"] = data.targets
     return small_in_memory(open_tfds(*where, **more), data)
 
 

@@ -126,7 +126,7 @@ class ExploredModel:
             intermediates.layers(self._model, self._loaded.params, images)
         self._tower, self._pixels, self._names, self._colors = None, None, (), ()
         self._sigmoid = pretrained.loss == "sigmoid"
-        if pretrained.options["num_classes"]:
+        if pretrained.options["num_classes"] and not pretrained.targets:
             self._names = prediction.names_of(pretrained, class_names)
         elif text.TEXT in pretrained.task_params:
             self._tower = text_tower(pretrained)

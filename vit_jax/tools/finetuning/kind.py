@@ -1,4 +1,4 @@
-"""The interface of the two kinds of annotation for fine-tuning: labels and masks."""
+"""The interface of the kinds of annotation for fine-tuning: labels, masks, numbers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -52,13 +52,14 @@ class Result:
     Attributes:
       report: content of the run's report.json.
       split: evaluation that is scored, "test" or "val".
-      metric: "top1"; "map" if images have several labels; "miou" if they have masks.
+      metric: "top1"; "map" if images have several labels; "miou" if they have masks;
+        "mae", the mean absolute error, if they have numbers.
       scores: scores of the best checkpoint by metric, for averaged parameters if the
         run has them.
       examples: number of images that were scored.
       looks: number of evaluations on these images from which the best was chosen.
       workdir: workdir of the run, which every command accepts as a model.
-      kind: labels or masks.
+      kind: labels, masks or numbers.
       chosen_by: metric that chose the checkpoint, "balanced_accuracy" for uneven
         classes.
       page: path of the page of mistakes; "" with several processes.
@@ -99,7 +100,9 @@ class Result:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of top1; None for other metrics."""
+        """95 % interval of top1 or mae; None for other metrics."""
+        if self.metric == "mae" and "mae_low" in self.scores and not self.folds:
+            return self.scores["mae_low"], self.scores["mae_high"]
         if self.metric != "top1":
             return None
         right = round(self.score * self.examples)
@@ -110,12 +113,14 @@ class Kind(Protocol):
     """A kind of annotation: how settings follow from it, and how a run is described.
 
     Attributes:
-      annotation: "labels" or "masks", for messages.
+      annotation: "labels", "masks" or "numbers", for messages.
       task: base class of the configs of the tasks that learn from it.
       evaluation: kind of the evaluation in `config.evals` that scores it.
       metric: metric of the scores, see `Result`.
       optimizer: name of the optimiser that the learning rate is chosen for.
       most_epochs: maximum number of epochs.
+      has_probabilities: whether the outputs are probabilities, which are calibrated.
+      has_thresholds: whether each class has a threshold.
     """
 
     annotation: str
@@ -124,6 +129,8 @@ class Kind(Protocol):
     metric: str
     optimizer: str
     most_epochs: float
+    has_probabilities: bool
+    has_thresholds: bool
 
     def look(self, splits: Layout, place: str) -> Seen:
         """Determines the properties of the training images.
@@ -137,6 +144,9 @@ class Kind(Protocol):
 
         `speed` is the training speed, in images per second.
         """
+
+    def contents(self, data: Mapping) -> str:
+        """Returns what the images have, such as "of 5 classes"; `data` is `config.data`."""
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         """Returns the sections "task" and "optim" of the config, and "best_metric"."""

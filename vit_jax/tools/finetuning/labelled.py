@@ -30,6 +30,11 @@ class Labels:
     task: ClassVar = ClassificationConfig
     optimizer: ClassVar = rule.OPTIMIZER
     most_epochs: ClassVar = rule.MOST_EPOCHS
+    has_probabilities: ClassVar = True
+
+    @property
+    def has_thresholds(self) -> bool:
+        return self.multi_label
 
     @property
     def evaluation(self) -> str:
@@ -56,6 +61,9 @@ class Labels:
 
     def cost(self, seen: Seen, speed: float) -> float:
         return 1.0
+
+    def contents(self, data: Mapping) -> str:
+        return f"of {data['num_classes']} classes"
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         best = rule.metric_of(given.images, {"multi_label": self.multi_label})

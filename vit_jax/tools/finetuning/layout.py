@@ -9,7 +9,8 @@ With `data.group_key` no group of images, such as the photographs of one patient
 both sides of a split, see vit_jax/data/groups.py.
 
 Images may have masks instead of labels: in two folders, see mask_folders.py, in a
-column of a table, or by `data.mask_key` of a data set. Their validation part is a split
+column of a table, or by `data.mask_key` of a data set. Or they have numbers, in columns
+of a table (target_columns.py) or by `data.target_key`. Their validation part is a split
 expression.
 """
 
@@ -27,15 +28,15 @@ from etils import epath
 from vit_jax.command_line.files import replace_text
 from vit_jax.config import fields
 from vit_jax.data import catalogue, groups, masks, splits
-from vit_jax.data.config import PLACE, DataConfig
+from vit_jax.data.config import PLACE, DataConfig, names_in
 from vit_jax.data.sources import SOURCES, folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
-from vit_jax.data.sources.base import Source, read_labels
+from vit_jax.data.sources.base import Source, check_known, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.data.tags import labels_in
 from vit_jax.errors import UserError
-from vit_jax.tools.finetuning import tags
+from vit_jax.tools.finetuning import tags, target_columns
 from vit_jax.weights.checkpoint_folders import absolute
 
 # Usual names of columns in tables.
@@ -69,7 +70,7 @@ class Layout:
 
     @property
     def config(self) -> DataConfig:
-        """Config of the data, with one class or the classes of `data.mask_values`."""
+        """Config of the data: one class, those of `data.mask_values`, or no class."""
         return _config(self.data)
 
     def open(self, split: str) -> Source:
@@ -79,6 +80,7 @@ class Layout:
 
 def _config(data: Mapping) -> DataConfig:
     classes = len(data.get("mask_values", ())) or 1
+    classes = 0 if data.get("target_key") else classes
     return DataConfig(**data | {"num_classes": classes})
 
 
@@ -133,8 +135,9 @@ def labelled_images(place: str) -> Source:
 
 
 def check_one_class(layout: Layout, place: str) -> None:
-    """Raises UserError if images have masks or several labels; `place` names them."""
+    """Raises UserError unless images have one label each; `place` names them."""
     kinds = {"mask_key": "masks", "multi_label": "several labels per image"}
+    kinds["target_key"] = "numbers"
     for key, kind in kinds.items():
         if layout.data.get(key):
             raise UserError(
@@ -260,9 +263,20 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         elif len(flags) > 1:
             data["label_key"] = ",".join(flags)
     data |= given
-    labelled = not data.get("mask_key")
+    if not data.keys() & {"label_key", "mask_key", "target_key", "multi_label"}:
+        known = columns(first.columns, str(first.path), data, labelled=False)
+        used = (known["image_key"], table.SPLIT, data.get("group_key"))
+        others = [name for name in first.columns if name not in used]
+        labels = first_of(LABELS, first.columns)
+        if target := target_columns.detect(first, labels, others):
+            data["target_key"] = target
+    labelled = not data.get("mask_key") and not data.get("target_key")
     data = columns(first.columns, str(first.path), data, labelled=labelled) | data
-    if not labelled:
+    if data.get("target_key"):
+        wanted = list(names_in(data["target_key"]))
+        check_known("target_key", wanted, first.columns, first.path)
+        what = f"numbers in {', '.join(map(repr, wanted))}"
+    elif not labelled:
         wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
     else:
         wanted = table.label_columns(data["label_key"], first.columns)
@@ -306,8 +320,8 @@ def _check_classes(of: table.Table, column: str) -> None:
         raise UserError(
             f"{of.path} has {count:,} different numbers in the {len(names):,} labels of "
             f"column {column!r}, too many for classes: give the column of classes with "
-            "--config.data.label_key, or write ranges as classes, such as '20 to 29'; "
-            "numbers are not learnt as such"
+            "--config.data.label_key, write ranges as classes, such as '20 to 29', or "
+            f"predict the numbers with --target={column}"
         )
 
 
@@ -357,7 +371,8 @@ def hub_columns(
 def _of_name(place: str, given: Mapping, workdir: str) -> Layout:
     name, data = set_name(place), dict(given)
     if parquet.is_hub(name):
-        names, keys = hub_columns(name, given, labelled=not given.get("mask_key"))
+        labelled = not (given.get("mask_key") or given.get("target_key"))
+        names, keys = hub_columns(name, given, labelled=labelled)
         data = keys | data
     else:
         entry = catalogue.ENTRIES.get(name)
@@ -397,7 +412,7 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
     _check_groups(layout)
     if layout.validation:
         return layout
-    if layout.config.mask_key:
+    if layout.config.mask_key or layout.config.target_key:
         return _set_aside(layout)
     if not workdir:
         return layout

@@ -51,6 +51,8 @@ class Masks:
     metric: ClassVar = "miou"
     optimizer: ClassVar = "adam"
     most_epochs: ClassVar = 60.0
+    has_probabilities: ClassVar = False
+    has_thresholds: ClassVar = False
 
     def look(self, splits: Layout, place: str) -> Seen:
         data, source = splits.config, splits.open(splits.data["split"])
@@ -62,6 +64,9 @@ class Masks:
     def cost(self, seen: Seen, speed: float) -> float:
         values = _ASPECT * seen.images.side**2 * seen.data["num_classes"]
         return _WINDOWS + values * _PIXEL_SECONDS * speed / rule.EVALUATED
+
+    def contents(self, data: Mapping) -> str:
+        return f"of {data['num_classes']} classes"
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         model = models.create(

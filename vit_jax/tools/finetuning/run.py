@@ -19,6 +19,7 @@ from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
 from vit_jax.tools.finetuning.masked import Masks
+from vit_jax.tools.finetuning.numbers import Numbers
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training import run_report
 from vit_jax.training.callbacks import Callback
@@ -38,6 +39,7 @@ def finetune(
     workdir: str,
     *,
     masks: str = "",
+    target: str = "",
     group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
@@ -53,6 +55,7 @@ def finetune(
     Args:
       place: folder, table, or name of a data set, see layout.py.
       masks: folder with the masks of the images in a folder, under the same names.
+      target: `config.data.target_key`, names of the numbers to predict.
       group: `config.data.group_key`.
       overrides: values by dotted config key, which replace the chosen ones.
       workdir, model, aspect, minutes, folds, calibrate, callbacks, say: arguments of
@@ -65,7 +68,8 @@ def finetune(
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
     minutes /= folds or 1
-    request = _request(place, masks, model, overrides, say, minutes, aspect, group)
+    keys = _keys(overrides, group=group, target=target)
+    request = _request(place, masks, model, keys, say, minutes, aspect)
     request = dataclasses.replace(request, calibrates=calibrate)
     trained = []
     for fold in range(folds or 1):
@@ -96,7 +100,7 @@ def _calibrated(
     kind = result.kind
     if calibrate:
         _check_calibrates(kind)
-    elif not (isinstance(kind, Labels) and kind.multi_label):
+    elif not kind.has_thresholds:
         return result
     say("calibrating" if calibrate else "choosing thresholds")
     decisions = calibrating.calibrate(workdir, scale=calibrate, config=config)
@@ -105,7 +109,7 @@ def _calibrated(
 
 def _check_calibrates(kind: Kind) -> None:
     """Raises UserError if a kind of annotation has no probabilities of classes."""
-    if not isinstance(kind, Labels):
+    if not kind.has_probabilities:
         raise UserError(
             f"--calibrate: these images have {kind.annotation}, and only probabilities of "
             "labels are calibrated: leave it out"
@@ -117,6 +121,7 @@ def find_rate(
     workdir: str,
     *,
     masks: str = "",
+    target: str = "",
     group: str = "",
     model: str = "",
     aspect: str = ASPECTS[0],
@@ -124,7 +129,8 @@ def find_rate(
     say: Callable[[str], None] = print,
 ) -> float:
     """Returns a peak learning rate from a range test, without training a model."""
-    request = _request(place, masks, model, overrides, say, 0.0, aspect, group)
+    keys = _keys(overrides, group=group, target=target)
+    request = _request(place, masks, model, keys, say, 0.0, aspect)
     raw, _ = choose(request, workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
@@ -181,28 +187,31 @@ class _Request:
         return splits
 
 
+def _keys(overrides: Mapping[str, object] | None, **names: str) -> dict[str, object]:
+    """Returns overrides with the keys of columns: data.group_key and so on."""
+    given = {f"data.{name}_key": value for name, value in names.items() if value}
+    return dict(overrides or {}) | given
+
+
 def _request(
     place: str,
     masks: str,
     model: str,
-    overrides: Mapping[str, object] | None,
+    overrides: Mapping[str, object],
     say: Callable[[str], None],
     minutes: float,
     aspect: str,
-    group: str,
 ) -> _Request:
     if aspect not in ASPECTS:
         raise UserError(f"aspect={aspect!r} is not one of {', '.join(ASPECTS)}")
-    for key in overrides or {}:
+    for key in overrides:
         if key in _FLAGS or key.startswith("evals"):
             raise UserError(f"--config.{key}: {_FLAGS.get(key, _PLACE)} sets it here")
     model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
-    place, keys = settings.absolute_place(place), dict(overrides or {})
+    place, keys = settings.absolute_place(place), dict(overrides)
     if masks:
         place, folders = layout.common_folder(place, masks)
         keys |= folders
-    if group:
-        keys["data.group_key"] = group
     return _Request(place, model, keys, say, minutes, aspect)
 
 
@@ -214,7 +223,9 @@ def _train(
 
 
 def _kind_of(data: DataConfig) -> Kind:
-    return Masks() if data.mask_key else Labels(data.multi_label)
+    if data.mask_key:
+        return Masks()
+    return Numbers(data.targets) if data.target_key else Labels(data.multi_label)
 
 
 def _open(request: _Request, workdir: str) -> Given:
@@ -400,7 +411,7 @@ def _choices(
     return {
         _PLACE: (given.splits.description, ""),
         "data.split, evals": (
-            f"{images.count:,} images of {data['num_classes']} classes",
+            f"{images.count:,} images {given.kind.contents(data)}",
             f"{given.validated:,} to validate on"
             + (f", and the split {test!r} to test on" if test else ""),
         ),

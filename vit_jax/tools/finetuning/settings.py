@@ -29,6 +29,7 @@ from vit_jax.weights import checkpoint_folders
 # Keys of `config.data` that describe how the images are arranged.
 LAYOUT_KEYS = (*PLACE, "label_key", "multi_label", "label_separator", "group_key")
 LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values")
+LAYOUT_KEYS += ("target_key",)
 
 
 class Found(Protocol):

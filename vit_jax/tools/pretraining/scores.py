@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from vit_jax.evaluators.metric_names import text
-from vit_jax.training.actions import lower_is_better
+from vit_jax.evaluators.metric_names import lower_is_better, text
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config import fields
-from vit_jax.evaluators.metric_names import is_fraction
+from vit_jax.evaluators.metric_names import is_fraction, lower_is_better
 from vit_jax.tools.report.blocks import (
     MEASURED,
     NONE,
@@ -34,7 +34,6 @@ from vit_jax.tools.report.blocks import (
     with_spread,
 )
 from vit_jax.tools.report.results import Run
-from vit_jax.training.actions import lower_is_better
 
 _AXES = {"exaflops": "exaFLOPs of pretraining", "images_seen": "images seen"}
 _LEAST = 4  # Minimum number of points to fit a law, which has three parameters.

@@ -19,7 +19,7 @@ from vit_jax.weights import checkpoint_folders
 from vit_jax.weights.preprocessing import preprocessing_of
 from vit_jax.weights.pretrained import Pretrained
 
-_METRICS = ("top1", "map")  # The first one that an evaluation has is used.
+_METRICS = ("top1", "map", "r2")  # The first one that an evaluation has is used.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,15 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
     """Returns the plain average of networks.
 
     Args:
-      models: networks with the same options, classes and preprocessing.
+      models: networks with the same options, classes or targets, and preprocessing.
 
     Raises:
       UserError: the networks differ in these.
     """
+    models = [_without_margins(each) for each in models]
     first = models[0]
     for other in models[1:]:
-        for what in ("options", "class_names", "preprocess"):
+        for what in ("options", "class_names", "preprocess", "targets"):
             one, another = getattr(first, what), getattr(other, what)
             if one != another:
                 raise UserError(
@@ -66,6 +67,14 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
         *(model.params for model in models),
     )
     return dataclasses.replace(first, params=params, notes=(), calibration=None)
+
+
+def _without_margins(model: Pretrained) -> Pretrained:
+    """Returns weights without the intervals of their numbers, which averages lack."""
+    if model.targets is None:
+        return model
+    targets = dataclasses.replace(model.targets, margins=())
+    return dataclasses.replace(model, targets=targets)
 
 
 def greedy(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from vit_jax.command_line import progress
 from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.evaluators.metric_names import lower_is_better
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.runs import say
 from vit_jax.training import run_report
-from vit_jax.training.actions import lower_is_better
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.sweep import SweepSetups
 

@@ -1,8 +1,9 @@
 """Exported files of this project: one .safetensors with the whole checkpoint.
 
 The header has, as JSON under "vit_jax", the arguments of `models.create`, the
-preprocessing of images, the class names, the loss, and the calibration if any. A text tower is stored under
-"task/", with its config and the address of its tokenizer; such a file has format version 2.
+preprocessing of images, the class names or targets, the loss, and the calibration if
+there is one. A text tower is stored under "task/", with its config and the address of its
+tokenizer; such a file has format version 2.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter, text
+from vit_jax.models.targets import Targets
 from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
@@ -70,6 +72,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             multi_label=header.get("multi_label", False),
             calibration=decisions,
             notes=(decisions.describe(),) if decisions else (),
+            targets=header.get("targets") and Targets.of_json(header["targets"]),
         )
     except UserError:
         raise
@@ -95,6 +98,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "class_names": pretrained.class_names,
         "loss": pretrained.loss,
         "multi_label": pretrained.multi_label,
+        "targets": pretrained.targets and dataclasses.asdict(pretrained.targets),
     }
     if pretrained.calibration:
         header["calibration"] = pretrained.calibration.to_json()

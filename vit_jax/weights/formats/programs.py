@@ -26,6 +26,7 @@ from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter
 from vit_jax.models.patches import PatchSequences
+from vit_jax.models.targets import Decoded
 from vit_jax.weights import surgery
 from vit_jax.weights.calibration import LEVELS
 from vit_jax.weights.formats.registry import WRITERS, Writer
@@ -51,7 +52,9 @@ class Program:
       shape: shape of an image, (H, W, C), or of the patches of one image.
       outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
         "pre_logits" (B, D), the features of the image, if the network has them; for a
-        segmentation head only "logits" (B, H, W, classes).
+        segmentation head only "logits" (B, H, W, classes); for numbers the fields of
+        `models.targets.Decoded` that are known, such as "values" (B, T), in place of
+        "logits".
       pixels: dtype of the images.
       any_size: whether the program accepts sequences.
     """
@@ -120,9 +123,20 @@ def build(pretrained: Pretrained) -> Program:
     if has_segmenter(pretrained):
         segment = segmenter_of(pretrained, model)
         apply = lambda *args: {"logits": segmenter.resize(segment(*args), shape[:2])}
+    if pretrained.targets:
+        network = apply
+
+        def apply(*args):
+            outputs = network(*args)
+            decoded = pretrained.targets.decode(outputs["logits"], jnp)._asdict()
+            return outputs | {k: v for k, v in decoded.items() if v is not None}
+
     example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     shapes = jax.eval_shape(apply, params, example)
-    names = tuple(name for name in ("logits", "pre_logits") if name in shapes)
+    known = (*Decoded._fields, "pre_logits")
+    if not pretrained.targets:
+        known = "logits", "pre_logits"
+    names = tuple(name for name in known if name in shapes)
     if not pretrained.num_classes:
         names = tuple(name for name in names if name != "logits")
     if any_size:
@@ -197,9 +211,14 @@ def _write_sidecars(
         "input": f"{_INPUTS[0]}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
         "normalised by the program",
         "outputs": list(program.outputs),
-        "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
-        "multi_label": pretrained.multi_label,
     }
+    if pretrained.targets:
+        content["targets"] = dataclasses.asdict(pretrained.targets)
+    else:
+        content["probabilities"] = (
+            "sigmoid" if pretrained.loss == "sigmoid" else "softmax"
+        )
+        content["multi_label"] = pretrained.multi_label
     if program.any_size:
         content["input"] += (
             f"; {_INPUTS[1]}: int32 (as many, 1, 2), rows and columns of patches"
@@ -251,10 +270,11 @@ def _stablehlo_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
 
 def _onnx_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
     given = ", ".join(f'"{name}": {name}' for name in _inputs(pretrained))
+    output = "values" if pretrained.targets else "logits"
     return (
         "import onnxruntime\n"
         f'session = onnxruntime.InferenceSession("{place}/{_ONNX}")\n'
-        f'logits = session.run(["logits"], {{{given}}})[0]'
+        f'{output} = session.run(["{output}"], {{{given}}})[0]'
     )
 
 

@@ -111,7 +111,8 @@ def model_card(
     from huggingface_hub.utils import yaml_dump
 
     options = models.create(**pretrained.options).options
-    num_classes = options["num_classes"]
+    targets = pretrained.targets
+    num_classes = 0 if targets else options["num_classes"]
     task = "image-classification" if num_classes else "image-feature-extraction"
     meta = {"pipeline_tag": task, "tags": ["vit_jax", "vision-transformer"]}
     if library := WRITERS[to].library:
@@ -124,7 +125,11 @@ def model_card(
         "Variant": options["variant"],
         "Parameters": f"{size:,}",
         "Input": f"{height}x{width} pixels, {options['channels']} channels",
-        "Classes": num_classes or "none: features only",
+        **(
+            {"Numbers": targets.describe()}
+            if targets
+            else {"Classes": num_classes or "none: features only"}
+        ),
         **{k: options[k] for k in _SHOWN if options.get(k)},
         "Converted from": f"{pretrained.format} weights",
         "License": license or "unknown",

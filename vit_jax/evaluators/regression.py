@@ -1,0 +1,259 @@
+"""Regression of a split: errors of predicted numbers, with bootstrap intervals.
+
+Letters: N examples, T targets, K levels, R resamples, S sums.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float
+
+from vit_jax.config.fields import key
+from vit_jax.data.fields.target import NAME
+from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import Wanted
+from vit_jax.evaluators.protocol import Confusion, Evaluator, Pass, Scored
+from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+from vit_jax.models.targets import Decoded, Targets
+
+SEED = 0
+_DRAWS = (
+    20_000_000  # Most random numbers of a bootstrap: of many images fewer resamples.
+)
+_FEWEST, _BLOCK = 200, 4_000_000
+_INTERVAL = (2.5, 97.5)  # Percentiles.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegressionConfig(EvalConfig):
+    """Errors and correlations of predicted numbers, in the units of the targets."""
+
+    fractions: ClassVar = ("coverage", "coverage/*")
+
+    kind: str = key("regression", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
+    resamples: int = key(
+        1_000,
+        "Number of bootstrap resamples of the images for 95 % intervals; 0 computes no "
+        "intervals. Of more than 20,000 images there are fewer.",
+        at_most=1_000_000,
+    )
+
+    def open(self, name, splits):
+        targets = targets_of(name, splits)
+        split = splits.open(
+            name,
+            named(self, splits),
+            self.split,
+            model_classes=False,
+            labelled=False,
+        )
+        check_count(name, split.data.targets, targets)
+
+        def score_outputs(outputs, stop):
+            (result,) = outputs
+            decoded = targets.decode(result.logits.astype(np.float64))
+            return score(decoded, result.fields[NAME], targets, self.resamples)
+
+        return Evaluator((Pass(split, Wanted(logits=True)),), score_outputs)
+
+
+def targets_of(name: str, splits: EvalSplits) -> Targets:
+    """Returns the targets of the weights; UserError if they predict no numbers."""
+    if splits.targets is None:
+        raise UserError(
+            f"evals.{name} scores numbers, which these weights do not predict: evaluate a "
+            "run with task.name='regression', or its features by kind='ridge'"
+        )
+    return splits.targets
+
+
+def named(config: EvalConfig, splits: EvalSplits) -> EvalConfig:
+    """Returns a config with names of targets: those of the weights by default."""
+    given = config.target_key or (splits.target_key if not config.name else "")
+    if given or splits.targets is None:
+        return config
+    return dataclasses.replace(config, target_key=",".join(splits.targets.names))
+
+
+def check_count(name: str, found: tuple[str, ...], targets: Targets) -> None:
+    """Raises UserError unless there are as many targets as the weights predict."""
+    if len(found) != len(targets.names):
+        raise UserError(
+            f"evals.{name}.target_key={','.join(found)!r} has {len(found)} names, but the "
+            f"weights predict {len(targets.names)}: {', '.join(targets.names)}"
+        )
+
+
+def score(
+    decoded: Decoded,
+    truth: Float[np.ndarray, "N T"],
+    targets: Targets,
+    resamples: int = 1_000,
+) -> Scored:
+    """Scores predictions against the targets that are present.
+
+    Args:
+      decoded: predictions in units.
+      truth: true values, NaN where one is missing.
+      targets: meaning of the predictions.
+      resamples: number of bootstrap resamples; 0 for no intervals.
+
+    Returns:
+      For each target mae and rmse, in its unit; r2, 1 minus the squared errors divided
+      by those of the mean; spearman, the rank correlation; for ordinal targets qwk,
+      Cohen's kappa with quadratic weights; and coverage, the fraction of values within
+      their 95 % intervals, if there are intervals. Each has an interval, from mae_low
+      to mae_high. With several targets the names are mae/NAME, and mae is the mean over
+      the targets, of mae and rmse in standard deviations of the training images. A
+      value that is undefined, as the correlation of equal predictions, is 0. Ordinal
+      targets also have a confusion matrix if there is one.
+    """
+    truth = truth.astype(np.float64)
+    present = ~np.isnan(truth)
+    scores = [
+        _score_one(decoded, truth[:, t], present[:, t], targets, t, resamples)
+        for t in range(len(targets.names))
+    ]
+    metrics = _named_metrics(scores, targets)
+    if len(targets.names) > 1:
+        metrics |= {
+            f"values/{name}": int(present[:, t].sum())
+            for t, name in enumerate(targets.names)
+        }
+    metrics["examples"] = int(present.any(1).sum())
+    if not targets.levels or len(targets.names) > 1:
+        return Scored(metrics)
+    (rows,) = np.nonzero(present[:, 0])
+    pairs = truth[rows, 0], decoded.values[rows, 0]
+    true, predicted = (np.searchsorted(targets.levels, x) for x in pairs)
+    K = len(targets.levels)
+    true = true.clip(0, K - 1)
+    counts = np.bincount(true * K + predicted, minlength=K * K).reshape(K, K)
+    return Scored(metrics, Confusion(counts, tuple(f"{x:g}" for x in targets.levels)))
+
+
+def _score_one(
+    decoded: Decoded, truth, present, targets: Targets, t: int, resamples: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the metrics of a target, and their values on resamples, (R,)."""
+    true, predicted = truth[present], decoded.values[present, t].astype(np.float64)
+    if not len(true):
+        true = predicted = np.zeros(1)
+    terms = {
+        "error": np.abs(predicted - true),
+        "square": np.square(predicted - true),
+        # Centred, because the variance of large numbers would lose digits.
+        **_products(t=true - true.mean()),
+        **_products(r=_ranks(true), s=_ranks(predicted)),
+    }
+    if targets.levels:
+        places = [np.searchsorted(targets.levels, x) for x in (true, predicted)]
+        terms |= _products(a=places[0], b=places[1])
+    if decoded.low is not None and present.any():
+        low, high = (x[present, t] for x in (decoded.low, decoded.high))
+        terms["inside"] = (low <= true) & (true <= high)
+    table = np.stack([np.asarray(x, np.float64) for x in terms.values()], 1)
+
+    def metrics(means):
+        return _metrics(dict(zip(terms, np.moveaxis(means, -1, 0), strict=True)))
+
+    values = metrics(table.mean(0))
+    return values, metrics(resampled_means(table, resamples)) if resamples else {}
+
+
+def _products(**columns: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns columns and their products, whose means give variances and covariances."""
+    pairs = itertools.combinations_with_replacement(columns.items(), 2)
+    return columns | {x + y: a * b for (x, a), (y, b) in pairs}
+
+
+def _metrics(means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns metrics of the means of the terms of `_score_one`, each () or (R,)."""
+
+    def covariance(x, y):
+        return means[x + y] - means[x] * means[y]
+
+    def ratio(total, count):
+        undefined = count < 1e-18  # The variance of equal numbers, rounded.
+        return np.where(undefined, 0, total / np.where(undefined, 1, count))
+
+    variance = covariance("t", "t")
+    spread = covariance("r", "r") * covariance("s", "s")
+    metrics = {
+        "mae": means["error"],
+        "rmse": np.sqrt(means["square"]),
+        "r2": ratio(variance - means["square"], variance),
+        "spearman": ratio(covariance("r", "s"), np.sqrt(np.maximum(spread, 0))),
+    }
+    if "ab" in means:
+        observed = means["aa"] + means["bb"] - 2 * means["ab"]
+        expected = means["aa"] + means["bb"] - 2 * means["a"] * means["b"]
+        metrics["qwk"] = ratio(expected - observed, expected)
+    if "inside" in means:
+        metrics["coverage"] = means["inside"]
+    return metrics
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Returns ranks from 0 to 1, equal ones of equal values."""
+    from scipy import stats
+
+    return stats.rankdata(values) / len(values)
+
+
+def resampled_means(
+    table: Float[np.ndarray, "N S"], resamples: int
+) -> Float[np.ndarray, "R S"]:
+    """Returns the means of columns over bootstrap resamples of the rows.
+
+    The resamples depend only on their number and on N. Ranks in the table are those
+    among all rows, so that the rank correlation of a resample is approximate.
+    """
+    N = len(table)
+    count = min(resamples, max(_FEWEST, _DRAWS // N))
+    draw, rows = np.random.default_rng(SEED), max(1, _BLOCK // N)
+    means = np.empty((count, table.shape[1]))
+    for start in range(0, count, rows):
+        part = min(rows, count - start)
+        drawn = draw.integers(0, N, (part, N)) + N * np.arange(part)[:, None]
+        weights = np.bincount(drawn.ravel(), minlength=part * N).reshape(part, N)
+        means[start : start + part] = weights @ table / N
+    return means
+
+
+def _named_metrics(scores: list[tuple[dict, dict]], targets: Targets) -> dict:
+    """Returns metrics with intervals by name, see `score`.
+
+    `scores` has the metrics of each target and their values on resamples.
+    """
+    metrics, several = {}, len(scores) > 1
+    if several:
+        for name in scores[0][0]:
+            by = targets.std if name in ("mae", "rmse") else (1.0,) * len(scores)
+            known = [
+                (values[name] / s, drawn[name] / s if drawn else math.nan)
+                for (values, drawn), s in zip(scores, by, strict=True)
+                if name in values
+            ]
+            value, drawn = (sum(part) / len(known) for part in zip(*known, strict=True))
+            metrics |= _with_interval(name, value, drawn)
+    for target, (values, drawn) in zip(targets.names, scores, strict=True):
+        for name, value in values.items():
+            at = f"{name}/{target}" if several else name
+            metrics |= _with_interval(at, value, drawn.get(name))
+    return metrics
+
+
+def _with_interval(name: str, value, drawn) -> dict[str, float]:
+    """Returns a metric, and its interval if `drawn` has values on resamples."""
+    metric, _, target = name.partition("/")
+    result = {name: float(value)}
+    if np.ndim(drawn):
+        for end, limit in zip(("low", "high"), np.percentile(drawn, _INTERVAL)):
+            result[f"{metric}_{end}" + f"/{target}" * bool(target)] = float(limit)
+    return result
