@@ -40,6 +40,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from etils import epath
 from PIL import Image
 
@@ -167,7 +168,7 @@ def draw(chart: Chart | Matrix) -> Drawing | None:
     return None
 
 
-def picture(source: Source, record: int, caption: str) -> dict[str, str]:
+def picture(source: Source, record: int | np.integer, caption: str) -> dict[str, str]:
     """Returns an image of a gallery: its thumbnail, caption, file and short name."""
     return {
         "image": _thumbnail(source, int(record)),
