@@ -89,7 +89,10 @@ def test_colours_of_charts_are_those_of_the_page():
         assert 200 < drawing.width < 420
     assert "<image" not in drawing.svg  # It would have colours of its own.
     many = Matrix(
-        "m", "", tuple(f"class {k}" for k in range(100)), np.eye(100).tolist()
+        "m",
+        "",
+        tuple(f"class {k}" for k in range(100)),
+        tuple(map(tuple, np.eye(100).tolist())),
     )
     assert 1_000 < page.draw(many).width <= 1_248  # The page in a window of 1,280.
 
