@@ -350,6 +350,9 @@ def test_a_task_learns_from_what_the_images_have(place, tmp_path):
         with pytest.raises(UserError, match=f"task.name='{name}' .*{annotation}"):
             root = tmp_path if weights else place
             command(root, *words, photos=photos, weights=weights)
+    words = [f"--workdir={tmp_path / 'w'}", "--calibrate"]
+    with pytest.raises(UserError, match="--calibrate: these images have masks"):
+        command(tmp_path, *words, photos="set", weights=place)
 
 
 @pytest.mark.slow

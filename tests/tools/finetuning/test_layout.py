@@ -446,6 +446,7 @@ def test_groups_of_several_labels_and_of_masks(grouped, tmp_path):
     mask_folder.write(tmp_path / "drawn", 10)
     found = find(tmp_path / "drawn", tmp_path, group_key=r"([0-3])\.png|(.)")
     assert found.validation.startswith("grouped_splits(all, 5)")
+    assert "a part of the 10 groups of training images is held" in found.description
     found = layout.take_fold(found, 1, 3)
     assert len(found.open("all")) == sum(sizes(found)) == 10
     assert {*found.open(found.validation).record_groups}.isdisjoint(

@@ -99,7 +99,7 @@ class FolderSource(Source):
           classes: names of the classes; if empty, labels are not read.
           chosen: output of `splits.select`.
           beside: parts of records that are read from other files.
-          group_of: group of each file; None if there are no groups.
+          group_of: group of each file; None without groups.
         """
         rows = [files[name][i] for name, numbers in chosen for i in numbers]
         paths = [path for path, _, _ in rows]

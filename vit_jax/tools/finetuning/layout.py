@@ -466,14 +466,16 @@ def _set_aside(layout: Layout) -> Layout:
     )
     source = layout.open(whole)
     count = min(_PARTS, len(source))
+    part = "the training images"
     if source.record_groups is not None:
-        count = min(count, len({*source.record_groups}))
+        known = len({*source.record_groups})
+        count, part = min(count, known), f"the {known:,} groups of training images"
     if len(source) < 2:
         raise UserError(
             f"{place} has one training image: give two or more, so that one can be "
             "held out for validation"
         )
-    description = f"{layout.description}; a part of the training images is held out"
+    description = f"{layout.description}; a part of {part} is held out"
     layout = dataclasses.replace(layout, description=description, whole=whole)
     return _parted(layout, max(1, count - 1), max(2, count))
 
