@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import run_command, write_weights
+from helpers import ROOT, run_command, write_weights
 from PIL import Image
 
 import vit_jax
@@ -104,6 +104,27 @@ def test_predictions_have_a_unit_and_an_interval(place, run, capsys):
         run_command("predict", [f"--model={run}", "--threshold=0.4", *images])
 
 
+def test_recipes_of_evaluations_score_numbers(place, run, capsys):
+    table = place / "ages.csv"
+
+    def evaluate(config, *words):
+        words = [f"--model={run}", f"--config={config}", "--json", *words]
+        assert not run_command("evaluate", words)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    path = "--config.data.image_key=path"
+    recipes = f"{ROOT}/configs/eval"
+    found = evaluate(f"{recipes}/regression.py:data={table},split=all", path)["test"]
+    assert found["examples"] == COUNT and found["r2"] > 0.8
+    assert 0.8 < found["coverage"] <= 1
+    parts = "train=all[:80%],test=all[80%:]"
+    config = f"{recipes}/ridge.py:data={table},target=age,{parts}"
+    found = evaluate(config, path)["ridge"]
+    assert found["examples"] == 26 and found["r2"] > 0.8 and found["l2"] > 0
+    with pytest.raises(UserError, match="evals.test needs labels.*kind='regression'"):
+        evaluate(f"{recipes}/classification.py:data={table},split=all", path)
+
+
 def test_exports_have_units_and_intervals(place, run, tmp_path):
     import jax
 
@@ -118,7 +139,7 @@ def test_exports_have_units_and_intervals(place, run, tmp_path):
         np.testing.assert_allclose(outputs[name], [[value]], rtol=5e-3)
     about = json.loads((tmp_path / "program" / "preprocess.json").read_text())
     assert about["targets"]["units"] == ["years"] and "values" in about["outputs"]
-    files, notes = export.export(pretrained, "timm", tmp_path / "timm")
+    _, notes = export.export(pretrained, "timm", tmp_path / "timm")
     assert "outputs of the classifier: age in years" in notes
     other = vit_jax.load_model(tmp_path / "timm", tell=lambda line: None)
     assert other(image)[0, 0] == pytest.approx(one.value, rel=5e-3)
