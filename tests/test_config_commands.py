@@ -69,6 +69,9 @@ TESTS = {
         "tests/evaluators/test_image_text.py::"
         "test_recipes_of_evaluations_give_the_scores_of_the_run"
     ),
+    r"eval/(regression|ridge)": (
+        "tests/test_finetune_numbers.py::test_recipes_of_evaluations_score_numbers"
+    ),
     r"eval/segmentation": (
         "tests/evaluators/test_label_maps.py::"
         "test_an_evaluation_of_any_size_counts_the_pixels_of_its_masks"

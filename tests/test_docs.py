@@ -42,6 +42,7 @@ PAGES = [
     "channels",
     "any_size",
     "data",
+    "regression",
     "labels",
     "studies",
     "gallery",

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import run_command, write_weights
+from helpers import ROOT, run_command, write_weights
 from PIL import Image
 
 import vit_jax
@@ -102,6 +102,27 @@ def test_predictions_have_a_unit_and_an_interval(place, run, capsys):
     assert values == pytest.approx([one["value"] for one in ages], rel=1e-4)
     with pytest.raises(UserError, match="--threshold=0.4 is about classes"):
         run_command("predict", [f"--model={run}", "--threshold=0.4", *images])
+
+
+def test_recipes_of_evaluations_score_numbers(place, run, capsys):
+    table = place / "ages.csv"
+
+    def evaluate(config, *words):
+        words = [f"--model={run}", f"--config={config}", "--json", *words]
+        assert not run_command("evaluate", words)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    path = "--config.data.image_key=path"
+    recipes = f"{ROOT}/configs/eval"
+    found = evaluate(f"{recipes}/regression.py:data={table},split=all", path)["test"]
+    assert found["examples"] == COUNT and found["r2"] > 0.8
+    assert 0.8 < found["coverage"] <= 1
+    parts = "train=all[:80%],test=all[80%:]"
+    config = f"{recipes}/ridge.py:data={table},target=age,{parts}"
+    found = evaluate(config, path)["ridge"]
+    assert found["examples"] == 26 and found["r2"] > 0.8 and found["l2"] > 0
+    with pytest.raises(UserError, match="evals.test needs labels.*kind='regression'"):
+        evaluate(f"{recipes}/classification.py:data={table},split=all", path)
 
 
 def test_exports_have_units_and_intervals(place, run, tmp_path):

@@ -507,7 +507,7 @@ def _draw_series(axes, series: Series) -> None:
         )
 
 
-def _matrix_sizes(matrix: Matrix) -> tuple[float, float]:
+def _matrix_sizes(matrix: Matrix) -> tuple[Number, Number]:
     """Returns the side of a cell in inches, and the size of letters in points."""
     count = len(matrix.classes)
     if count > _NAMED_CLASSES:

@@ -40,6 +40,7 @@ class RegressionConfig(EvalConfig):
         1_000,
         "Number of bootstrap resamples of the images for 95 % intervals; 0 computes no "
         "intervals. Of more than 20,000 images there are fewer.",
+        reason="shorter evaluations while a run trains",
         at_most=1_000_000,
     )
 

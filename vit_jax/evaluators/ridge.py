@@ -39,6 +39,7 @@ class RidgeConfig(FeaturesConfig):
     resamples: int = key(
         1_000,
         "Number of bootstrap resamples for 95 % intervals, as in kind='regression'.",
+        reason="shorter evaluations while a run trains",
         at_most=1_000_000,
     )
 

@@ -50,6 +50,7 @@ class RegressionConfig(TaskConfig):
     delta: float = key(
         1.0,
         "Error, in standard deviations, from which the Huber loss is linear.",
+        reason="targets with more or fewer outliers",
         above=0,
         only_if={"loss": ("huber",)},
     )

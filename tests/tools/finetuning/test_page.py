@@ -63,7 +63,7 @@ def test_a_page_has_the_name_of_the_task_its_curves_settings_and_commands(result
         f"python -m vit_jax.finetune '/my photos/birds.csv' --workdir={result.workdir}"
     )
     assert common.again == (
-        f"{again} --model=deit:Ti/16 --minutes=2.5 --folds=3 --config.seed=3"
+        f"{again} --model=deit:Ti/16 --minutes=7.5 --folds=3 --config.seed=3"
     )
     predict = f"python -m vit_jax.predict --model={result.workdir} IMAGES"
     assert ("classify", predict) in common.commands
@@ -89,7 +89,10 @@ def test_colours_of_charts_are_those_of_the_page():
         assert 200 < drawing.width < 420
     assert "<image" not in drawing.svg  # It would have colours of its own.
     many = Matrix(
-        "m", "", tuple(f"class {k}" for k in range(100)), np.eye(100).tolist()
+        "m",
+        "",
+        tuple(f"class {k}" for k in range(100)),
+        tuple(map(tuple, np.eye(100).tolist())),
     )
     assert 1_000 < page.draw(many).width <= 1_248  # The page in a window of 1,280.
 

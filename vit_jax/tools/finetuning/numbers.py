@@ -14,6 +14,9 @@ from vit_jax.tools.finetuning import number_report, rule
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 
+# Numbers may depend on sizes in an image, which smaller crops would change.
+_CROP = "random_resized_crop(area=(0.8, 1.0), ratio=(0.9, 1.1))"
+
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
@@ -72,7 +75,9 @@ class Numbers:
 
     def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
         if not given.keeps_aspect:
-            return rule.transforms_of(given.images, given.preprocess, size)
+            known = rule.transforms_of(given.images, given.preprocess, size)
+            flip = " | flip" * (not given.images.grey)
+            return known | {"train_transform": _CROP + flip}
         patch = models.create(**given.pretrained.options).config.patch_size
         return rule.of_any_size(given.images, given.preprocess, size, patch)
 

@@ -40,6 +40,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from etils import epath
 from PIL import Image
 
@@ -63,6 +64,7 @@ from vit_jax.training.config import TrainConfig
 
 FILE = "report.html"
 SIDE = 112  # Side of a thumbnail on the page, in pixels.
+_FLAGS = "--model", "--aspect"
 _PIXELS_PER_INCH = 76  # At which a chart is shown: its letters have 11 pixels.
 
 
@@ -166,7 +168,7 @@ def draw(chart: Chart | Matrix) -> Drawing | None:
     return None
 
 
-def picture(source: Source, record: int, caption: str) -> dict[str, str]:
+def picture(source: Source, record: int | np.integer, caption: str) -> dict[str, str]:
     """Returns an image of a gallery: its thumbnail, caption, file and short name."""
     return {
         "image": _thumbnail(source, int(record)),
@@ -274,13 +276,12 @@ def _again(recorded: Mapping, result: Result) -> str:
     """Returns the command of the run, from the record in its workdir."""
     words = ["python", "-m", "vit_jax.finetune", str(recorded.get("images", "PHOTOS"))]
     words += [f"--workdir={result.workdir}"]
-    for flag in ("--model", "--minutes", "--aspect"):
-        if flag in recorded:
-            value = recorded[flag]
-            words.append(
-                f"{flag}={value:g}" if flag == "--minutes" else f"{flag}={value}"
-            )
+    words += [f"{flag}={recorded[flag]}" for flag in _FLAGS if flag in recorded]
+    if "--minutes" in recorded:  # Of each run.
+        words.append(f"--minutes={recorded['--minutes'] * (result.folds or 1):g}")
     if result.folds:
         words.append(f"--folds={result.folds}")
+    if result.decisions and result.decisions.scales:
+        words.append("--calibrate")
     keys = recorded.get("config", {}).items()
     return shlex.join(words + [f"--config.{key}={value}" for key, value in keys])

@@ -40,6 +40,9 @@ _CLASSES = 25  # Number of classes whose scores are shown without a click.
 _LEAST_LOSS = 0.005  # In nats; less is shown as 0.
 _COMPARED = 20_000  # Maximum number of training images to check for doubtful labels.
 
+# Classes of images, as in `Source.known_labels`.
+Labels = np.ndarray | Sequence[Sequence[int]]
+
 
 def write(
     config: TrainConfig, result: Result, score: str
@@ -124,7 +127,7 @@ def contents(
     answers: Answers,
     source: Source,
     records: Integer[np.ndarray, " N"],
-    counts: Mapping[str, Sequence],
+    counts: Mapping[str, Labels],
     split: str,
 ) -> dict:
     """Returns the variables of the page that describe scores and single images.
@@ -145,6 +148,7 @@ def contents(
     matrix = None if confused is None else confusion.matrix(confused, names)
     return {
         "classes": _classes(answers, counts, split),
+        "counted": (*counts, split),
         "confusion": matrix is not None and page.draw(matrix),
         **_galleries(answers, source, records),
         "bins": bins,
@@ -198,13 +202,11 @@ def _galleries(
     }
 
 
-def _classes(
-    answers: Answers, counts: Mapping[str, Sequence], split: str
-) -> list[Table]:
+def _classes(answers: Answers, counts: Mapping[str, Labels], split: str) -> list[Table]:
     """Returns scores and numbers of images of the classes, the worst classes first.
 
-    For the arguments see `contents`. Of many classes, a second
-    table has the better ones.
+    For the arguments see `contents`. Of many classes, a second table has the better
+    ones.
     """
     numbers = [
         [f"{number:,}" for number in count(labels, len(answers.class_names))]
@@ -228,7 +230,7 @@ def _classes(
     return tables
 
 
-def count(labels: Sequence, num_classes: int) -> list[int]:
+def count(labels: Labels, num_classes: int) -> list[int]:
     """Returns the number of images of each class; `labels` is as in `known_labels`."""
     if not isinstance(labels, np.ndarray):  # Several classes of each image.
         labels = np.array([k for classes in labels for k in classes], int)
