@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 
 import argparse
+from collections.abc import Callable
 
 from vit_jax.command_line import cli, files, job
 from vit_jax.command_line.printing import print_line
@@ -96,6 +97,18 @@ def parser() -> cli.Parser:
         type=cli.minutes,
         help="time limit in minutes, by the measured speed; 0: no limit; default: 15",
     )
+    _add_validation_flags(add)
+    add(
+        "--find_rate",
+        action="store_true",
+        help="only suggest a learning rate, from a range test of 100 steps",
+    )
+    add("--workdir", default="", help="default: a folder in runs/finetune/")
+    return parser
+
+
+def _add_validation_flags(add: Callable) -> None:
+    """Adds the flags about the images that are held out."""
     add(
         "--folds",
         type=cli.positive,
@@ -117,13 +130,6 @@ def parser() -> cli.Parser:
         help="fit the probabilities to the validation images, and sets of classes for "
         "predict --coverage",
     )
-    add(
-        "--find_rate",
-        action="store_true",
-        help="only suggest a learning rate, from a range test of 100 steps",
-    )
-    add("--workdir", default="", help="default: a folder in runs/finetune/")
-    return parser
 
 
 if __name__ == "__main__":

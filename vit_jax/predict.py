@@ -52,6 +52,12 @@ def main(flags: argparse.Namespace) -> int:
             "choose the classes; leave one of them out"
         )
     classifier = None if flags.neighbors else open_classifier(flags)
+    others = label_maps.PixelClassifier, numbers.NumberPredictor
+    if flags.coverage and isinstance(classifier, others):
+        raise UserError(
+            f"--coverage={flags.coverage:g} is for classes of whole images, which "
+            f"{flags.model} does not predict: leave it out"
+        )
     if flags.neighbors:
         column, results = "votes", _votes(flags, images)
     elif isinstance(classifier, label_maps.PixelClassifier):
