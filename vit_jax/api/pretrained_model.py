@@ -352,8 +352,8 @@ class PretrainedModel:
         if neighbors:
             return self._predict_by(neighbors, images, topk, threshold, k)
         if self.targets:
-            found = numbers.numbers_of(self._logits(images), self.targets)
-            return found[0] if self._is_single(images) else found
+            each = numbers.numbers_of(self._logits(images), self.targets)
+            return each[0] if self._is_single(images) else each
         if not self.class_names:
             raise UserError(
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "

@@ -32,7 +32,8 @@ def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
     name, slash, target = metric.partition("/")
     ends = [f"{name}_{end}{slash}{target}" for end in ("low", "high")]
     if all(end in scores for end in ends):
-        low, high = (f"{scores[end]:.4g}" for end in ends)
+        form = ".2%" if is_fraction(metric) else ".4g"
+        low, high = (f"{scores[end]:{form}}" for end in ends)
         return f" ({low} to {high})"
     shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
     count = scores.get(f"{shots[1]}_short", 0) if shots else 0

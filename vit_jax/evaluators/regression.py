@@ -81,11 +81,11 @@ def named(config: EvalConfig, splits: EvalSplits) -> EvalConfig:
     return dataclasses.replace(config, target_key=",".join(splits.targets.names))
 
 
-def check_count(name: str, found: tuple[str, ...], targets: Targets) -> None:
+def check_count(name: str, given: tuple[str, ...], targets: Targets) -> None:
     """Raises UserError unless there are as many targets as the weights predict."""
-    if len(found) != len(targets.names):
+    if len(given) != len(targets.names):
         raise UserError(
-            f"evals.{name}.target_key={','.join(found)!r} has {len(found)} names, but the "
+            f"evals.{name}.target_key={','.join(given)!r} has {len(given)} names, but the "
             f"weights predict {len(targets.names)}: {', '.join(targets.names)}"
         )
 
