@@ -195,6 +195,7 @@ def test_changed_numbers_are_other_data(make, tmp_path):
         (as_csv, "weight", "data.target_key='weight'.*file_name, age, dark"),
         (as_parquet, "weight", "data.target_key='weight'.*age, dark"),
         (as_csv, "file_name", "t.csv row 1 has '1.png' in 'file_name'"),
+        (as_folder, "file_name", r"^\d.png has '\d.png' in 'file_name'"),
         (as_arrays, "a,b,c", r"targets=float64 \(6, 2\)"),
         (as_custom, "age", "image 0.*has 2 targets.*'age' has 1"),
     ],

@@ -95,7 +95,10 @@ class TargetFiles(Beside):
 
     def read(self, root, path):
         row = captions.metadata_of(root, path) or {}
-        return numbers_in(row, names_in(self.key))
+        try:
+            return numbers_in(row, names_in(self.key))
+        except UserError as error:
+            raise UserError(f"{path} {error}") from error
 
     def entries(self, root, paths):
         return [self.read(root, path) for path in paths]
