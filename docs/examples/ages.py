@@ -40,6 +40,7 @@ class Age(Field):
     """Age in years, float32."""
 
     name = "age"
+    in_eval = True  # For metrics of held-out images.
 
     @classmethod
     def of(cls, data, source):
@@ -75,6 +76,14 @@ class AgeTask(ImageTask):
 
     def loss(self, params, extra, batch, rng):
         outputs = self.model.apply(params, batch["image"], train=True, key=rng)
-        error = outputs["pre_logits"].mean(-1) - batch["age"] / 10
-        loss = jnp.square(error).mean()
+        loss = jnp.square(decades_off(outputs, batch["age"])).mean()
         return loss, ({"loss": loss}, None)
+
+    def held_out_metrics(self, params, extra, batch, rng):
+        outputs = self.model.apply(params, batch["image"])
+        return {"years_off": jnp.abs(10 * decades_off(outputs, batch["age"]))}
+
+
+def decades_off(outputs, age):
+    """Returns the error of each age, (B,)."""
+    return outputs["pre_logits"].mean(-1) - age / 10

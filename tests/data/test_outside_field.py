@@ -25,10 +25,11 @@ def _examples():
     sys.path.remove(str(EXAMPLES))
 
 
-def ages_config(**data):
+def ages_config(evals=(), **data):
     keys = {"name": "ages:open_source", "fields": ("ages:Age",), "num_classes": 0}
     keys |= {"num_examples": 40, "image_size": (8, 8), "channels": 1}
-    sections = {"data": keys | data, "task": {"name": "ages:AgeConfig"}, "evals": {}}
+    sections = {"data": keys | data, "task": {"name": "ages:AgeConfig"}}
+    sections["evals"] = dict(evals)
     return tiny_config(total_steps=2, **sections)
 
 
@@ -60,9 +61,12 @@ def test_a_field_has_the_row_of_its_record(workers, line):
                 np.testing.assert_array_equal(image, people[int(age) - 20]["image"])
 
 
-def test_a_run_learns_from_a_field(tmp_path):
-    report = loop.train(ages_config(), tmp_path / "run")
+def test_a_run_learns_from_a_field_and_scores_it_on_held_out_images(tmp_path):
+    evals = {"val": {"kind": "task", "split": "all"}}
+    report = loop.train(ages_config(evals=evals), tmp_path / "run")
     assert report["steps"] == 2
+    # The first predictions are about 0; the mean age is 39.5 years.
+    assert report["final"]["val"]["params"]["years_off"] == pytest.approx(39.5, abs=9)
 
 
 class Name(Field):
