@@ -121,6 +121,13 @@ SHORT = 'epochs=1, **{"optim.warmup_epochs": 0, "model.depth": 1}'
 
 
 @pytest.mark.parametrize("page", [page_of(path) for path in SITE])
+def test_tables_are_whole(page):
+    blocks = re.split(r"\n\s*\n", prose(DOCS / f"{page}.md"))
+    for table in (block.splitlines() for block in blocks if block.startswith("|")):
+        assert len(table) > 1 and set(table[1]) <= {*"|-: "}, table[0]
+
+
+@pytest.mark.parametrize("page", [page_of(path) for path in SITE])
 def test_commands_stand_in_blocks(page):
     lines = prose(DOCS / f"{page}.md").splitlines()
     rows = [line for line in lines if not line.startswith("| `")]  # Messages.
