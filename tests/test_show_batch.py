@@ -100,11 +100,14 @@ def test_masks_lie_over_their_images(tmp_path):
     images, shares, names = show_batch.see(source, loaded, 4)
     assert (images.shape, names) == ((4, 40, 56, 3), ["image 1"])
     np.testing.assert_allclose(shares.sum(1), 1)
-    # Ground is black, the square red, the disc green; the border counts for no class.
-    assert (images[:, 1:].min((1, 2)) < 60).all()
-    classes = images[:, 1:].reshape(4, -1, 3).argmax(-1)
-    assert set(np.unique(classes)) >= {0, 1}
-    assert images[:, 0].mean() > 1.5 * images[:, 1].mean()
+    # The ground is left as it is, the square red, the disc green.
+    red, green = (
+        (images[..., k] - np.delete(images.astype(int), k, -1).max(-1)).max((1, 2))
+        for k in (0, 1)
+    )
+    assert (red > 100).all() and (green > 30).all()
+    # The first row has no class, the second is ground.
+    assert images[:, 0].mean() == pytest.approx(images[:, 1].mean(), rel=0.1)
     out = tmp_path / "sheet.png"
     run(recipe, f"--out={out}")
     assert out.exists()

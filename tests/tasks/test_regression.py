@@ -75,7 +75,7 @@ def build(loss="mse", names="age,grade", levels=(), transform="", **task):
     keys = {"loss": loss, "mean": (30.0, 2.0), "std": (10.0, 0.5)} | task
     made = RegressionConfig(**keys, levels=levels)
     model = models.create(
-        "Ti/4", num_classes=made.num_outputs(data), image_size=SIZE, **TINY
+        "Ti/4", num_classes=made.num_logits(data), image_size=SIZE, **TINY
     )
     return made.build(model, data, RunLength(4, 1.0))
 

@@ -234,7 +234,10 @@ def test_a_custom_transform_may_return_several_arrays(workers):
         ("quarters:Quarters('shape')", r"parts of 3x4x6x3 .* says image of 8x12x3, pa"),
         ("quarters:Quarters('dtype')", r"returned .*float32.*, not a dict of uint8"),
         ("quarters:Quarters('image')", r"returned .*, not a dict of uint8 arrays"),
-        ("quarters:Quarters('name')", "no array label, label_map, text, index"),
+        (
+            "quarters:Quarters('name')",
+            "no array label, label_map, text, targets, index",
+        ),
         ("quarters:Quarters | resize", "quarters returns several arrays, .* the last"),
         ("multi_crop | randaugment", "multicrop returns several arrays, .* the last"),
     ],

@@ -242,9 +242,9 @@ def test_a_warmup_longer_than_the_run_takes_a_tenth_of_it():
         pytest.approx(PEAK),
     )
     section = tiny_config(optim={"warmup_epochs": 5.0}).optim
-    note = optim.warmup_note(section, RunLength(70, 20.0))
+    (note,) = optim.warmup_notes(section, RunLength(70, 20.0))
     assert "optim.warmup_epochs=5.0" in note and "100 steps" in note and "to 7," in note
-    assert optim.warmup_note(section, RunLength(100, 20.0)) == ""
+    assert optim.warmup_notes(section, RunLength(100, 20.0)) == ()
 
 
 def test_a_warmup_and_a_cooldown_longer_than_the_run_are_refused():
@@ -265,7 +265,8 @@ def test_a_cooldown_that_does_nothing_is_refused():
 def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
     long = {f"warmup_{unit}": {"steps": 12, "epochs": 2.0, "fraction": 1.4}[unit]}
     section = tiny_config(optim=long).optim
-    assert f"optim.warmup_{unit}=" in optim.warmup_note(section, RunLength(9, 7.0))
+    (note,) = optim.warmup_notes(section, RunLength(9, 7.0))
+    assert f"optim.warmup_{unit}=" in note
     long = {f"cooldown_{unit}": {"steps": 95, "epochs": 14.0, "fraction": 0.95}[unit]}
     with pytest.raises(UserError, match=f"lower optim.schedule.cooldown_{unit} or"):
         rates("rsqrt", **long)

@@ -49,8 +49,8 @@ class AdaptersConfig(LowRankConfig):
     def has_classifier(self) -> bool:
         return self.of.has_classifier
 
-    def num_outputs(self, data: DataConfig) -> int:
-        return self.of.num_outputs(data)
+    def num_logits(self, data: DataConfig) -> int:
+        return self.of.num_logits(data)
 
     @property
     def needs_all_patches(self) -> bool:

@@ -88,7 +88,7 @@ class RegressionConfig(TaskConfig):
         like=(0.0,),
     )
 
-    def num_outputs(self, data):
+    def num_logits(self, data):
         return num_outputs(self.loss, len(data.targets), len(self.levels))
 
     def of_records(self, data: DataConfig, source: Source) -> "RegressionConfig":

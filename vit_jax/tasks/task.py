@@ -533,7 +533,7 @@ class TaskConfig:
         """Name of the task whose pretrained parameters `with_task_params` takes."""
         return self.name
 
-    def num_outputs(self, data: DataConfig) -> int:
+    def num_logits(self, data: DataConfig) -> int:
         """Returns the number of outputs of the network's classifier; 0 for none."""
         return data.num_classes if self.has_classifier else 0
 

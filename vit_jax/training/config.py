@@ -325,7 +325,7 @@ class TrainConfig(_Config):
             )
         return models.build(
             dataclasses.replace(self.model.sized(), platform=platform),
-            num_classes=self.task.num_outputs(self.data),
+            num_classes=self.task.num_logits(self.data),
             image_size=self.data.image_size,
             channels=self.data.channels,
         )

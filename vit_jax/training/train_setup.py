@@ -180,7 +180,7 @@ def build(
 
     params, extra = jax.eval_shape(init)
     notes = checks.check_batches(task, batch_spec, params, extra, mesh, config)
-    notes = (*notes, optim.warmup_note(config.optim, length))
+    notes = (*notes, *optim.warmup_notes(config.optim, length))
     sharding.check_memory(params, list(mesh.devices.flat), extra)
     paths = backbone_paths(task, params, extra)
     peak = config.optim.peak_learning_rate(config.batch_size)

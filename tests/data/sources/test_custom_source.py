@@ -13,13 +13,10 @@ from vit_jax.data.sources.arrays import ArraySource, open_arrays
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "data.md"
-# The example there: a table of image files and labels.
-(EXAMPLE,) = re.findall(
-    r"^```python\n# listed.py\n(import csv.*?)^```$",
-    PAGE.read_text(),
-    re.DOTALL | re.MULTILINE,
-)
+# A table of image files and labels.
+EXAMPLE = (
+    pathlib.Path(__file__).parents[3] / "docs" / "examples" / "listed.py"
+).read_text()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Transforms in a module of the user's: found, checked, run, resumed, refused."""
 
 import pathlib
-import re
 import sys
 
 import jax
@@ -19,12 +18,8 @@ from vit_jax.errors import UserError
 
 SIZE = (13, 17)
 ROOT = pathlib.Path(__file__).parents[3]
-# The example there: one transform on the host and one on the device.
-(EXAMPLE,) = re.findall(
-    r"^```python\n# noise\.py\n(.*?)^```$",
-    (ROOT / "docs" / "extending.md").read_text(),
-    re.DOTALL | re.MULTILINE,
-)
+# One transform on the host and one on the device.
+EXAMPLE = (ROOT / "docs" / "examples" / "noise.py").read_text()
 # Each makes a mistake of its own.
 WRONG = '''
 import dataclasses

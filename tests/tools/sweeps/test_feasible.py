@@ -66,7 +66,7 @@ def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, ope
 
 
 @pytest.mark.parametrize(
-    ("dataset", "warmup", "fits"),
+    ("dataset", "cooldown", "fits"),
     # Digits: 1,442 images in train and 1,298 in its part; watched: 40 and 36.
     [
         ("digits", 162, True),
@@ -76,15 +76,15 @@ def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, ope
     ],
 )
 def test_lengths_in_epochs_are_those_of_what_is_trained_on(
-    pretrained, dataset, warmup, fits
+    pretrained, dataset, cooldown, fits
 ):
-    stated = {"batch_size": 8, "epochs": 1, "optim.warmup_steps": warmup}
+    stated = {"batch_size": 8, "epochs": 1, "optim.schedule.cooldown_steps": cooldown}
     found = task(pretrained, recipes.find(dataset), **stated)
     watched.events.clear()
     if fits:
         fine_tuning.check_feasible(found)
     else:
         steps = {"digits": 162, "watched:open_source": 4}[dataset]
-        with pytest.raises(UserError, match=f"but the run only {steps}:"):
+        with pytest.raises(UserError, match=rf"the run \({steps} steps\)"):
             fine_tuning.check_feasible(found)
     assert not any("test" in name for _, name in watched.events)

@@ -9,7 +9,7 @@ from vit_jax.training.optim.chain import (
     layer_factors,
     learning_rate,
     optimizer,
-    warmup_note,
+    warmup_notes,
     weight_decay,
     without_frozen,
 )
@@ -46,7 +46,7 @@ __all__ = [
     "optimizer",
     "parameter_norms",
     "scale_by_trust_ratio",
-    "warmup_note",
+    "warmup_notes",
     "weight_decay",
     "without_frozen",
 ]

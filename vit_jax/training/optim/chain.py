@@ -122,16 +122,17 @@ def _shortened(run: RunLength) -> int:
     return -(-run.total_steps // 10)
 
 
-def warmup_note(optim: OptimConfig, run: RunLength) -> str:
-    """Returns a line about a warmup that is longer than the run; "" for others."""
+def warmup_notes(optim: OptimConfig, run: RunLength) -> tuple[str, ...]:
+    """Returns a line if the warmup is longer than the run."""
     warmup = length_in_steps(optim, "warmup", run)
     if warmup <= run.total_steps:
-        return ""
+        return ()
     key = length_key(optim, "warmup")
-    return (
+    line = (
         f"optim.{key}={getattr(optim, key)} is a warmup of {warmup:,} steps, but the run "
         f"has only {run.total_steps:,}: shortened to {_shortened(run)}, a tenth of the run"
     )
+    return (line,)
 
 
 def _previous_epoch(step: Number, steps_per_epoch: float) -> Number:
