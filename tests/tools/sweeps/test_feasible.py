@@ -78,7 +78,8 @@ def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, ope
 def test_lengths_in_epochs_are_those_of_what_is_trained_on(
     pretrained, dataset, cooldown, fits
 ):
-    stated = {"batch_size": 8, "epochs": 1, "optim.schedule.cooldown_steps": cooldown}
+    schedule = {"name": "wsd", "cooldown_steps": cooldown}
+    stated = {"batch_size": 8, "epochs": 1, "optim.schedule": schedule}
     found = task(pretrained, recipes.find(dataset), **stated)
     watched.events.clear()
     if fits:
