@@ -202,7 +202,7 @@ def _table(name: str, rows: Sequence, width: int, column: str) -> str:
     lines = lines or [("", "", "none")]  # No class is above the threshold.
     lines[0] = printable(name), *lines[0][1:]
     if column:
-        what = "target" if isinstance(rows[0][0], str) else "class"
+        what = "target" if rows and isinstance(rows[0][0], str) else "class"
         lines.insert(0, ("file", column, what))
     return "\n".join(f"{file:<{width}}  {p:>11}  {label}" for file, p, label in lines)
 

@@ -3,12 +3,8 @@
 import csv
 import io
 import json
-import os
 import pathlib
-import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -283,26 +279,6 @@ def test_synthetic_masks_show_in_the_images_and_differ(make):
     assert apart.min() > 5 * max(spread)
     train, val = (open_source(data, split)[0]["mask"] for split in ("train", "val"))
     assert (train != val).any()
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page_runs(tmp_path):
-    dense, page = (
-        (ROOT / "docs" / name).read_text() for name in ("dense.md", "data.md")
-    )
-    made = re.search(r"^```python\n(.*?)^```$", dense, re.DOTALL | re.MULTILINE)[1]
-    block = r"^```python\n(import numpy(?:(?!```).)*?)^# Prints:\n(.*?)^```$"
-    ((code, printed),) = re.findall(block, page, re.DOTALL | re.MULTILINE)
-    code = made + code
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == printed.replace("# ", "")
 
 
 def batch_of(data, split="train"):
