@@ -196,7 +196,7 @@ def train(flags, method, steps, workdir, seed):
     if method == "distillation":
         words += (f"--teacher={flags.model}",)
     end = {"eval_every_steps": steps, "checkpoint_every_steps": steps}
-    keys |= STUDENT | end | {"evals": None}
+    keys |= STUDENT | end | {"evals": None, "checkpoint.best_metric": ""}
     run("pretrain", flags.photos / "train", *words, workdir, keys)
 
 
