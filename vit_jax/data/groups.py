@@ -70,24 +70,24 @@ def of_paths(group_key: str, paths: Sequence[str], place: object) -> list[str]:
         pattern.search(path if whole else os.path.basename(path)) for path in paths
     ]
     names = [match[1] if match and match[1] else None for match in found]
-    return _named(names, paths, f"data.group_key={group_key!r}", place)
+    return named(group_key, names, paths, place)
 
 
-def of_cells(
-    group_key: str, cells: Sequence[str], paths: Sequence[str], place: object
+def named(
+    group_key: str, names: Sequence[str | None], paths: Sequence[str], place: object
 ) -> list[str]:
-    """Returns the group of each row of a column; a row with an empty cell is a group.
+    """Returns the group of each path, the path itself where a name is missing.
+
+    Args:
+      group_key: `data.group_key`, for messages.
+      names: name of each group, such as the cells of a column; "" or None if missing.
+      paths: paths or numbers of the records.
+      place: folder or table, for messages.
 
     Raises:
-      UserError: all cells are empty.
+      UserError: all names are missing.
     """
-    return _named(cells, paths, f"data.group_key={group_key!r}", place)
-
-
-def _named(
-    names: Sequence[str | None], paths: Sequence[str], key: str, place: object
-) -> list[str]:
-    """Returns names, with the path in place of each that is missing."""
+    key = f"data.group_key={group_key!r}"
     without = [path for path, name in zip(paths, names, strict=True) if not name]
     if len(without) == len(paths):
         raise UserError(

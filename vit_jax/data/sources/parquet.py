@@ -231,9 +231,7 @@ def _grouping(
         )
         numbers = [f"{name}/{i}" for i in range(len(cells))]
         texts = ["" if cell is None else str(cell).strip() for cell in cells]
-        found = (
-            groups.of_cells(data.group_key, texts, numbers, data.name) if cells else []
-        )
+        found = groups.named(data.group_key, texts, numbers, data.name) if cells else []
         # A record without a label is a damaged one, and its class does not matter.
         labels = labels[0] if labels else None
         if labels and data.multi_label:

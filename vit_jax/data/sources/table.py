@@ -155,7 +155,7 @@ def _groups(data: DataConfig, paths: "_Paths", rows: Sequence[_Row]) -> dict[str
         found = groups.of_paths(data.group_key, names, data.data_dir)
     else:
         cells = [text_of(row.cells.get(data.group_key)) for row in rows]
-        found = groups.of_cells(data.group_key, cells, names, data.data_dir)
+        found = groups.named(data.group_key, cells, names, data.data_dir)
     group_of = {}
     for name, group, row in zip(names, found, rows, strict=True):
         if group_of.setdefault(name, group) != group:
