@@ -4,6 +4,7 @@ page.py has the parts that it shares with the pages of other annotations. Letter
 images, T targets, P parts of the range of a target.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -23,8 +24,8 @@ from vit_jax.models.targets import PREDICTS_SPREAD, Targets
 from vit_jax.tools.finetuning import page
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
-from vit_jax.training.config import TrainConfig
-from vit_jax.weights import surgery, workdir
+from vit_jax.training.config import TrainConfig, complete
+from vit_jax.weights import checkpoint_folders, surgery, workdir
 from vit_jax.weights.pretrained import Pretrained
 
 _TEMPLATE = "finetuning/number_page.html"
@@ -46,14 +47,15 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, list[st
     """
     pretrained = weights.open_pretrained(result.workdir)
     targets, data = pretrained.targets, config.data
-    if targets.loss not in PREDICTS_SPREAD:
-        seen = evaluate(pretrained, config, "val")
-        values = targets.decode(seen.outputs.astype(np.float64))
-        margins = numbers.margins(values, seen.truth)
-        workdir.write_margins(result.workdir, margins)
-        pretrained = weights.open_pretrained(result.workdir)
-        targets = pretrained.targets
     seen = evaluate(pretrained, config, result.split)
+    if targets.loss not in PREDICTS_SPREAD:
+        apart = seen
+        if result.split != "val":
+            apart = evaluate(pretrained, config, "val")
+        values = targets.decode(apart.outputs.astype(np.float64))
+        margins = numbers.margins(values, apart.truth)
+        workdir.write_margins(result.workdir, margins)
+        targets = dataclasses.replace(targets, margins=margins or ())
     decoded = targets.decode(seen.outputs.astype(np.float64))
     source = open_source(data, config.evals[result.split].split)
     trained = read_targets(open_source(data, data.split), targets.names)
@@ -122,7 +124,9 @@ def evaluate(pretrained: Pretrained, config: TrainConfig, evaluation: str) -> Se
 
 def units_of(result: Result) -> tuple[str, ...]:
     """Returns the unit of each target of a run."""
-    return weights.open_pretrained(result.workdir).targets.units
+    metadata = checkpoint_folders.read_metadata(result.workdir)
+    config = complete(metadata["config"])
+    return config.task.targets(config.data).units
 
 
 def error_of(result: Result, suffix: str, unit: str) -> str:
