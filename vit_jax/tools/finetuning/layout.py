@@ -14,6 +14,7 @@ of a table (target_columns.py) or by `data.target_key`. Their validation part is
 expression.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -309,11 +310,11 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
 def _check_classes(of: table.Table, column: str) -> None:
     """Raises UserError for numbers that are measurements rather than classes."""
     names = [table.text_of(row.get(column)) for row in of.rows]
-    names = list(filter(None, names))
-    try:
-        numbers = sorted(map(float, {*names}))
-    except ValueError:
-        return
+    names, numbers = list(filter(None, names)), []
+    for name in {*names}:
+        with contextlib.suppress(ValueError):  # Others are names of classes.
+            numbers.append(float(name.replace(",", ".")))
+    numbers.sort()
     count = len(numbers)
     in_order = numbers in ([*range(count)], [*range(1, count + 1)])
     if 2 * count > len(names) and not in_order:
