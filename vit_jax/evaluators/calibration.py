@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Shaped
 from scipy import optimize, special
 
+from vit_jax.data import groups
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
@@ -35,10 +36,18 @@ _HALF = 0.5
 
 
 class Outputs(NamedTuple):
-    """Logits of held-out images, (N, K), and 0 or 1 for each of their classes, (N, K)."""
+    """Logits of held-out images, and 0 or 1 for each of their classes.
+
+    `groups` has the group of each image, see data/groups.py; None if they are unknown.
+    """
 
     logits: Float[np.ndarray, "N K"]
     labels: Integer[np.ndarray, "N K"]
+    groups: Shaped[np.ndarray, " N"] | None = None
+
+    def take(self, images: np.ndarray) -> "Outputs":
+        """Returns the outputs of some images, without their groups."""
+        return Outputs(self.logits[images], self.labels[images])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +218,8 @@ def _decide(found: Calibration, logits: np.ndarray) -> _Decided:
 def measure(fitted_on: Outputs, test: Outputs | None, what: What) -> dict[str, object]:
     """Returns scores before and after the calibration, of images it was not fitted on.
 
-    Without test images, the images are cut into 5 parts, and each part is scored with
-    the decisions that were fitted on the others (cross-fitting).
+    Without test images, the images are cut into 5 parts, which keep groups together, and
+    each part is scored with the decisions that were fitted on the others (cross-fitting).
 
     Returns:
       "ece" and "loss" (nats), pairs of before and after, with `what.scale`; "micro_f1"
@@ -219,29 +228,33 @@ def measure(fitted_on: Outputs, test: Outputs | None, what: What) -> dict[str, o
       "images".
     """
     if test is None:
-        rng = np.random.default_rng(0)
-        order = rng.permutation(len(fitted_on.logits))
-        parts = [part for part in np.array_split(order, FOLDS) if len(part)]
+        parts = _parts(fitted_on)
         pairs = [
-            (
-                Outputs(*(np.delete(each, part, 0) for each in fitted_on)),
-                Outputs(*(each[part] for each in fitted_on)),
-            )
-            for part in parts
-            if len(part) < len(order)
+            (fitted_on.take(parts != p), fitted_on.take(parts == p))
+            for p in np.unique(parts)
         ]
     else:
         pairs = [(fitted_on, test)]
     decided = [_decide(fit(one, what), other.logits) for one, other in pairs]
-    scored = Outputs(*map(np.concatenate, zip(*(other for _, other in pairs))))
+    logits, labels = (np.concatenate([each[i] for _, each in pairs]) for i in range(2))
     common = set.intersection(*({*each.sets} for each in decided))
     after = _Decided(
         np.concatenate([each.probabilities for each in decided]),
         np.concatenate([each.predicted for each in decided]),
         {c: np.concatenate([each.sets[c] for each in decided]) for c in common},
     )
-    before = _decide(Calibration(sigmoid=what.sigmoid), scored.logits)
-    return _scores(before, after, scored.labels, what)
+    before = _decide(Calibration(sigmoid=what.sigmoid), logits)
+    return _scores(before, after, labels, what)
+
+
+def _parts(outputs: Outputs) -> Integer[np.ndarray, " N"]:
+    """Returns the part of each image for cross-fitting: random, or of whole groups."""
+    count = len(outputs.logits)
+    different = 0 if outputs.groups is None else len(np.unique(outputs.groups))
+    if different > 1:
+        names = outputs.groups.tolist()
+        return groups.folds(names, None, min(FOLDS, different), "data.group_key")
+    return np.random.default_rng(0).permutation(count) % min(FOLDS, count)
 
 
 def _scores(
@@ -323,7 +336,10 @@ def outputs_of(
         )
     if labels.ndim == 1:
         labels = np.eye(logits.shape[1], dtype=np.int32)[labels]
-    return Outputs(logits, labels), opened.split
+    known = opened.source.record_groups
+    if known is not None:
+        known = np.array(known)[found[PARAMS_NAME].records]
+    return Outputs(logits, labels, known), opened.split
 
 
 def calibrate(

@@ -418,7 +418,7 @@ def test_groups_are_held_out_as_a_whole(grouped, tmp_path):
     rows = listed(tmp_path)
     assert len(animals(rows, "train")) == 16 and len(animals(rows, "val")) == 4
     assert not animals(rows, "train") & animals(rows, "val")
-    assert "group_key" not in found.data and sizes(found) == [64, 16]
+    assert found.data["group_key"] == "group" and sizes(found) == [64, 16]
     seen = set()
     for fold in range(3):
         layout.take_fold(found, fold, 3)

@@ -66,7 +66,8 @@ class Labels:
         return f"of {data['num_classes']} classes"
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
-        best = rule.metric_of(given.images, {"multi_label": self.multi_label})
+        several = {"multi_label": self.multi_label}
+        best = rule.metric_of(given.images, several, given.validated)
         return {
             "task": {"loss": "sigmoid" if self.multi_label else "softmax"},
             "optim": rule.optimizer(batch),

@@ -450,6 +450,8 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
         several["label_separator"] = separator
     data = without_place(data) | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
+    if of_groups:
+        data["group_key"] = _GROUP
     return Layout(
         data,
         VALIDATION[0],

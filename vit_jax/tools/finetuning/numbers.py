@@ -70,7 +70,7 @@ class Numbers:
         return {
             "task": {"name": "regression"},
             "optim": rule.optimizer(batch),
-            "best_metric": "val/r2",
+            "best_metric": "val/r2" if given.validated >= rule.CHOOSING else "",
         }
 
     def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:

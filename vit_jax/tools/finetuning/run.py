@@ -408,6 +408,14 @@ def _choices(
         average = "no average of the parameters", why
     patience = raw["early_stopping_evals"]
     validated = f"{given.validated:,} images to validate on"
+    best = raw["checkpoint"]["best_metric"]
+    chosen = (
+        f"the best checkpoint by {best}",
+        f"evaluated every {raw['eval_every_steps']} steps",
+    )
+    if not best:
+        why = f"{validated}; from {rule.CHOOSING} on, the best one is chosen"
+        chosen = "the last checkpoint", why
     return {
         _PLACE: (given.splits.description, ""),
         "data.split, evals": (
@@ -436,10 +444,7 @@ def _choices(
         ),
         "ema.decay": average,
         **given.kind.choices(images, raw),
-        "checkpoint.best_metric": (
-            f"the best checkpoint by {raw['checkpoint']['best_metric']}",
-            f"evaluated every {raw['eval_every_steps']} steps",
-        ),
+        "checkpoint.best_metric": chosen,
         "early_stopping_evals": (
             f"ends after {patience} evaluations without improvement"
             if patience
@@ -495,7 +500,7 @@ def _pooled(results: Sequence[Result]) -> Result:
 
 def summary(result: Result) -> list[str]:
     """Returns lines about the score, and commands to continue with."""
-    chosen = ", which also chose the checkpoint" if result.split == "val" else ""
+    chosen = ", which also chose the checkpoint" if result.looks > 1 else ""
     on = f"on {result.examples:,} images of {result.split}{chosen}"
     if result.folds:
         on = (
