@@ -5,7 +5,7 @@ These are a temperature, thresholds for several labels, and conformal prediction
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from scipy import optimize, special
 
 from vit_jax.data import groups
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
@@ -44,6 +45,25 @@ class Outputs(NamedTuple):
     logits: Float[np.ndarray, "N K"]
     labels: Integer[np.ndarray, "N K"]
     groups: Shaped[np.ndarray, " N"] | None = None
+
+    @classmethod
+    def of(cls, seen: forward_passes.Outputs, source: Source, title: str) -> "Outputs":
+        """Returns the logits and labels of a pass over a source.
+
+        Raises:
+          UserError: logits are not finite; the message has the split's `title`.
+        """
+        if not np.isfinite(seen.logits).all():
+            raise UserError(
+                f"the outputs for {title} are not finite: the checkpoint is damaged, or "
+                "diverged in training"
+            )
+        labels, known = seen.labels, source.record_groups
+        if labels.ndim == 1:
+            labels = np.eye(seen.logits.shape[1], dtype=np.int32)[labels]
+        if known is not None:
+            known = np.array(known)[seen.records]
+        return cls(seen.logits, labels, known)
 
     def take(self, images: np.ndarray) -> "Outputs":
         """Returns the outputs of some images, without their groups."""
@@ -328,24 +348,12 @@ def outputs_of(
         found = forward_passes.collect_outputs(
             step, params, batches, mesh, title=opened.title
         )
-    logits, labels = found[PARAMS_NAME].logits, found[PARAMS_NAME].labels
-    if not np.isfinite(logits).all():
-        raise UserError(
-            f"the outputs for {opened.title} are not finite: the checkpoint is damaged, "
-            "or diverged in training"
-        )
-    if labels.ndim == 1:
-        labels = np.eye(logits.shape[1], dtype=np.int32)[labels]
-    known = opened.source.record_groups
-    if known is not None:
-        known = np.array(known)[found[PARAMS_NAME].records]
-    return Outputs(logits, labels, known), opened.split
+    return Outputs.of(found[PARAMS_NAME], opened.source, opened.title), opened.split
 
 
 def calibrate(
     pretrained: Pretrained,
-    preprocess: Preprocess,
-    config,
+    compute: Callable[[str], tuple[Outputs, str]],
     split: str,
     test: str = "",
     *,
@@ -355,7 +363,8 @@ def calibrate(
     """Fits the decisions of a model on a split, and measures them on another.
 
     Args:
-      pretrained, preprocess, config: arguments of `outputs_of`.
+      pretrained: the model.
+      compute: function of a split that returns its outputs and name, see `outputs_of`.
       split: split to fit on.
       test: split to measure on; "" cross-fits `split`, see `measure`.
       scale: whether to fit temperature and sets; if not, only thresholds.
@@ -371,12 +380,12 @@ def calibrate(
             "a model of classes"
         )
     what = What(pretrained.loss == "sigmoid", pretrained.multi_label, scale)
-    outputs, split = outputs_of(pretrained, preprocess, config, split)
+    outputs, split = compute(split)
     if len(outputs.logits) < 2:
         raise UserError(f"split {split!r} has one image: calibrate on two or more")
     tested = None
     if test:
-        tested, test = outputs_of(pretrained, preprocess, config, test)
+        tested, test = compute(test)
     if test == split:  # Both are the only split that exists.
         tested, test = None, ""
     measured = measure(outputs, tested, what)

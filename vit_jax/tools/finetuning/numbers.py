@@ -1,7 +1,7 @@
 """Fine-tuning on images with numbers: one or several per image, such as an age."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from vit_jax.data.fields.target import read_targets
 from vit_jax.errors import UserError
 from vit_jax.tasks.regression import RegressionConfig
 from vit_jax.tools.finetuning import number_report, rule
+from vit_jax.tools.finetuning.evaluated import Evaluated
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 
@@ -122,5 +123,8 @@ class Numbers:
             f"export:    python -m vit_jax.convert --model={model} --to=onnx --out=FOLDER",
         ]
 
-    def write_page(self, config, result, score) -> tuple[str, list[str]]:
-        return number_report.write(config, result, score)
+    def score_all(self, runs: Sequence[Evaluated]) -> dict:
+        return number_report.score_all(runs)
+
+    def write_page(self, config, result, score, network) -> tuple[str, list[str]]:
+        return number_report.write(config, result, score, network)
