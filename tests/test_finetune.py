@@ -248,7 +248,10 @@ def test_groups_are_given_as_a_rule_a_column_or_values(place, tmp_path, chosen):
 def test_folds_score_all_images(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path / 'folds'}", "--minutes=0"]
     words += ["--config.total_steps=2"]
-    assert command(place, *words, "--folds=2", photos="photos/train") == 0
+    (place / "tested").mkdir()  # Test images are not those of the folds.
+    for name, split in (("train", "train"), ("test", "val")):
+        (place / "tested" / name).symlink_to(place / "photos" / split)
+    assert command(place, *words, "--folds=2", photos="tested") == 0
     out = capsys.readouterr().out
     assert (
         "on 19 images, each scored by the one of 2 runs that was not trained on it"
@@ -259,7 +262,7 @@ def test_folds_score_all_images(place, tmp_path, capsys):
     assert not validated[0] & validated[1]
     assert len(validated[0] | validated[1]) == 19
     with pytest.raises(UserError, match="another command.*--folds"):
-        command(place, *words, photos="photos/train")
+        command(place, *words, photos="tested")
 
 
 def _validated(run):

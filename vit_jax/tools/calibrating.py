@@ -12,7 +12,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import calibration
 from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.evaluators.multi_label import MultiLabelConfig
-from vit_jax.tools.finetuning.evaluated import Network
+from vit_jax.tools.finetuning.evaluated import TrainedNetwork
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights import calibration as stored
 from vit_jax.weights import checkpoint_folders
@@ -28,7 +28,7 @@ def calibrate(
     scale: bool = True,
     use_ema: bool = True,
     config: TrainConfig | None = None,
-    network: Network | None = None,
+    network: TrainedNetwork | None = None,
 ) -> Calibration:
     """Fits temperature, thresholds and sets of a run, and writes them to its workdir.
 

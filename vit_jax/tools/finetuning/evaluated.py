@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
     targets: Targets | None
 
 
-class Network:
+class TrainedNetwork:
     """The best network of a run, on the devices of this process; loaded when needed.
 
     Args:

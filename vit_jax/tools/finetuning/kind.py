@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.finetuning import rule
-from vit_jax.tools.finetuning.evaluated import Evaluated, Network
+from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights.calibration import Calibration
@@ -177,7 +177,7 @@ class Kind(Protocol):
         """
 
     def write_page(
-        self, config: TrainConfig, result: Result, score: str, network: Network
+        self, config: TrainConfig, result: Result, score: str, network: TrainedNetwork
     ) -> tuple[str, list[str]]:
         """Writes the page of a run; returns its path and `Result.worst`.
 

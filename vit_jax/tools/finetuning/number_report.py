@@ -16,7 +16,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.evaluators import numbers, regression
 from vit_jax.models.targets import PREDICTS_SPREAD, Decoded, Targets
 from vit_jax.tools.finetuning import page
-from vit_jax.tools.finetuning.evaluated import Evaluated, Network
+from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig, complete
@@ -29,7 +29,7 @@ _PARTS = 5
 
 
 def write(
-    config: TrainConfig, result: Result, score: str, network: Network
+    config: TrainConfig, result: Result, score: str, network: TrainedNetwork
 ) -> tuple[str, list[str]]:
     """Writes the page of a run, and the widths of intervals beside its checkpoints.
 

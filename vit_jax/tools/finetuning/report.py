@@ -15,7 +15,7 @@ from jaxtyping import Integer
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.tools.finetuning import confusion, mistakes, page
-from vit_jax.tools.finetuning.evaluated import Evaluated, Network
+from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.finetuning.mistakes import Answers
 from vit_jax.tools.near_duplicates import scan
@@ -34,7 +34,7 @@ Labels = np.ndarray | Sequence[Sequence[int]]
 
 
 def write(
-    config: TrainConfig, result: Result, score: str, network: Network
+    config: TrainConfig, result: Result, score: str, network: TrainedNetwork
 ) -> tuple[str, Answers, int | None]:
     """Writes the page of a run; returns its path, and what a summary needs of it.
 

@@ -17,7 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.metric_names import is_beside
 from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
-from vit_jax.tools.finetuning.evaluated import Network
+from vit_jax.tools.finetuning.evaluated import TrainedNetwork
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
 from vit_jax.tools.finetuning.masked import Masks
@@ -81,7 +81,7 @@ def finetune(
             say(f"fold {fold + 1} of {folds}: {folder}")
         one = dataclasses.replace(request, fold=(fold, folds))
         trained.append(_train(one, folder, callbacks))
-        networks.append(Network(trained[-1][0], folder))
+        networks.append(TrainedNetwork(trained[-1][0], folder))
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained], networks)
@@ -98,7 +98,7 @@ def finetune(
 def _calibrated(
     result: Result,
     config: TrainConfig,
-    network: Network | None,
+    network: TrainedNetwork | None,
     calibrate: bool,
     say: Callable[[str], None],
 ) -> Result:
@@ -484,7 +484,7 @@ def _result(done: dict, config: TrainConfig, workdir: str, *, in_folds: bool) ->
     )
 
 
-def _pooled(results: Sequence[Result], networks: Sequence[Network]) -> Result:
+def _pooled(results: Sequence[Result], networks: Sequence[TrainedNetwork]) -> Result:
     """Returns the scores over all folds; each image is scored by a run without it."""
     counts, scores = collections.Counter(), {}
     if jax.process_count() == 1:
