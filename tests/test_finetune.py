@@ -152,6 +152,7 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
 @pytest.mark.usefixtures("uneven")
 def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.eval_every_steps=2"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
     with pytest.raises(UserError, match="is chosen for sgd only; set --config.optim"):
         command(place, *words, photos="uneven")

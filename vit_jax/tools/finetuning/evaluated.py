@@ -22,7 +22,7 @@ from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Pretrained
 
 
-class Evaluated(NamedTuple):
+class SplitOutputs(NamedTuple):
     """Logits, features and labels of the images of a split that could be read.
 
     `targets` says what the logits of a regression mean; None for classes.
@@ -43,7 +43,7 @@ class TrainedNetwork:
 
     def __init__(self, config: TrainConfig, workdir: str):
         self._config, self._workdir = config, workdir
-        self._known: dict[str, Evaluated] = {}
+        self._known: dict[str, SplitOutputs] = {}
 
     @functools.cached_property
     def pretrained(self) -> Pretrained:
@@ -61,7 +61,7 @@ class TrainedNetwork:
         step = forward_passes.make_eval_step(model, data, mesh, wanted)
         return step, jax.device_put(params), mesh
 
-    def of_evaluation(self, name: str) -> Evaluated:
+    def of_evaluation(self, name: str) -> SplitOutputs:
         """Returns the outputs for an evaluation of the run; computes them once."""
         if name not in self._known:
             self._known[name] = self._compute(self._split(name))
@@ -78,7 +78,7 @@ class TrainedNetwork:
         seen = self.of_evaluation(name)
         return calibration.Outputs.of(seen.outputs, seen.source, split), split
 
-    def of_training(self, most: int) -> Evaluated:
+    def of_training(self, most: int) -> SplitOutputs:
         """Returns the outputs for at most so many training images, evenly spaced."""
         data = self._config.data
         source = open_source(data, data.split)
@@ -94,7 +94,7 @@ class TrainedNetwork:
         (one,) = self._config.evals[name].open(name, splits).passes
         return one.split
 
-    def _compute(self, split: EvalSplit) -> Evaluated:
+    def _compute(self, split: EvalSplit) -> SplitOutputs:
         # Damaged images are skipped; training has already reported them.
         data = dataclasses.replace(split.data, on_error="skip")
         split = dataclasses.replace(split, data=data)
@@ -104,4 +104,4 @@ class TrainedNetwork:
             seen = forward_passes.collect_outputs(
                 step, {"": params}, batches, mesh, title=split.title
             )
-        return Evaluated(seen[""], split.source, self.pretrained.targets)
+        return SplitOutputs(seen[""], split.source, self.pretrained.targets)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.finetuning import rule
-from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights.calibration import Calibration
@@ -170,7 +170,7 @@ class Kind(Protocol):
     def commands(self, model: str) -> list[str]:
         """Returns lines with commands to continue with."""
 
-    def score_all(self, runs: Sequence[Evaluated]) -> dict[str, float]:
+    def score_all(self, runs: Sequence[SplitOutputs]) -> dict[str, float]:
         """Returns the scores of the images of several runs, as of one evaluation.
 
         The result is empty if the mean of the runs' scores is to be taken.

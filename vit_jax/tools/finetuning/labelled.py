@@ -16,7 +16,7 @@ from vit_jax.evaluators.forward_passes import Outputs
 from vit_jax.tasks.classification import ClassificationConfig
 from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import report, rule
-from vit_jax.tools.finetuning.evaluated import Evaluated
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
@@ -149,7 +149,7 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[Evaluated]) -> dict:
+    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
         if self.multi_label:  # Logits of several networks are not one ranking.
             return {}
         logits, labels = (

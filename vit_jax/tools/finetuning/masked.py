@@ -26,7 +26,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.tools.finetuning import mask_report, rule
-from vit_jax.tools.finetuning.evaluated import Evaluated
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
@@ -152,7 +152,7 @@ class Masks:
             f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[Evaluated]) -> dict:
+    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
         return {}  # Masks are compared while they are computed.
 
     def write_page(self, config, result, score, network) -> tuple[str, list[str]]:

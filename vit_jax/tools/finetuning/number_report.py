@@ -16,7 +16,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.evaluators import numbers, regression
 from vit_jax.models.targets import PREDICTS_SPREAD, Decoded, Targets
 from vit_jax.tools.finetuning import page
-from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig, complete
@@ -91,7 +91,7 @@ def write(
     return path, [f"worst:     {line}" for line in lines]
 
 
-def score_all(runs: Sequence[Evaluated]) -> dict[str, float]:
+def score_all(runs: Sequence[SplitOutputs]) -> dict[str, float]:
     """Returns the scores of the images of several networks, as of one evaluation."""
     each = [targets.decode(seen.logits.astype(np.float64)) for seen, _, targets in runs]
     joined = {

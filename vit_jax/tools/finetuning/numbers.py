@@ -11,7 +11,7 @@ from vit_jax.data.fields.target import read_targets
 from vit_jax.errors import UserError
 from vit_jax.tasks.regression import RegressionConfig
 from vit_jax.tools.finetuning import number_report, rule
-from vit_jax.tools.finetuning.evaluated import Evaluated
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 
@@ -123,7 +123,7 @@ class Numbers:
             f"export:    python -m vit_jax.convert --model={model} --to=onnx --out=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[Evaluated]) -> dict:
+    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
         return number_report.score_all(runs)
 
     def write_page(self, config, result, score, network) -> tuple[str, list[str]]:

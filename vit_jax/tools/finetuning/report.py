@@ -15,7 +15,7 @@ from jaxtyping import Integer
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.tools.finetuning import confusion, mistakes, page
-from vit_jax.tools.finetuning.evaluated import Evaluated, TrainedNetwork
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.finetuning.mistakes import Answers
 from vit_jax.tools.near_duplicates import scan
@@ -251,7 +251,7 @@ def _twins(config: TrainConfig) -> tuple[int | None, str]:
     return len({pair.record for pair in pairs}), command
 
 
-def _doubts(trained: Evaluated, names: tuple[str, ...]) -> list[dict[str, str]]:
+def _doubts(trained: SplitOutputs, names: tuple[str, ...]) -> list[dict[str, str]]:
     """Returns the images whose neighbours in feature space have another label."""
     seen, source, _ = trained
     doubts = mistakes.doubtful_labels(seen.features, seen.labels, 4 * _SHOWN)
