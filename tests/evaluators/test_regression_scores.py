@@ -123,6 +123,10 @@ def test_what_is_undefined_is_zero():
     assert found["r2"] < 0
     equal = score(constant, np.full((4, 1), 2.0), targets("age")).metrics
     assert (equal["r2"], equal["mae"]) == (0, 1)
+    pair = targets("age", "kg"), np.full((4, 2), np.nan)
+    pair[1][:, 0] = [1, 2, 3, 4]
+    one = score(Decoded(np.ones((4, 2))), pair[1], pair[0]).metrics
+    assert one["mae"] == one["mae/age"] == 1.5 and "mae/kg" not in one
     nothing = score(constant, np.full((4, 1), np.nan), targets("age")).metrics
     assert nothing["examples"] == 0
 

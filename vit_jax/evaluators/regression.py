@@ -57,6 +57,11 @@ class RegressionConfig(EvalConfig):
 
         def score_outputs(outputs, stop):
             (result,) = outputs
+            if np.isnan(result.fields[NAME]).all():
+                raise UserError(
+                    f"evals.{name}: no image of {split.title} has a number in "
+                    f"{', '.join(split.data.targets)}: choose a split that has"
+                )
             decoded = targets.decode(result.logits.astype(np.float64))
             return score(decoded, result.fields[NAME], targets, self.resamples)
 
@@ -111,15 +116,17 @@ def score(
       their 95 % intervals, if there are intervals. Each has an interval, from mae_low
       to mae_high. With several targets the names are mae/NAME, and mae is the mean over
       the targets, of mae and rmse in standard deviations of the training images. A
-      value that is undefined, as the correlation of equal predictions, is 0. Ordinal
+      target without values is left out of both, unless no target has any. A value that
+      is undefined, as the correlation of equal predictions, is 0. Ordinal
       targets also have a confusion matrix if there is one.
     """
     truth = truth.astype(np.float64)
     present = ~np.isnan(truth)
-    scores = [
-        _score_one(decoded, truth[:, t], present[:, t], targets, t, resamples)
-        for t in range(len(targets.names))
-    ]
+    known = np.flatnonzero(present.any(0)).tolist() or range(len(targets.names))
+    scores = {
+        t: _score_one(decoded, truth[:, t], present[:, t], targets, t, resamples)
+        for t in known
+    }
     metrics = _named_metrics(scores, targets)
     if len(targets.names) > 1:
         metrics |= {
@@ -257,25 +264,27 @@ def resampled_counts(N: int, resamples: int) -> Iterator[Float[np.ndarray, "R N"
         yield counts.reshape(part, N).astype(np.float64)
 
 
-def _named_metrics(scores: list[tuple[dict, dict]], targets: Targets) -> dict:
+def _named_metrics(scores: Mapping[int, tuple[dict, dict]], targets: Targets) -> dict:
     """Returns metrics with intervals by name, see `score`.
 
-    `scores` has the metrics of each target and their values on resamples.
+    `scores` has the metrics of each target, by its number, and their values on
+    resamples.
     """
-    metrics, several = {}, len(scores) > 1
+    metrics, several = {}, len(targets.names) > 1
     if several:
-        for name in scores[0][0]:
-            by = targets.std if name in ("mae", "rmse") else (1.0,) * len(scores)
+        for name in next(iter(scores.values()))[0]:
+            units = (
+                targets.std if name in ("mae", "rmse") else np.ones(len(targets.std))
+            )
             known = [
-                (values[name] / s, drawn[name] / s if drawn else math.nan)
-                for (values, drawn), s in zip(scores, by, strict=True)
-                if name in values
+                (values[name] / units[t], drawn[name] / units[t] if drawn else math.nan)
+                for t, (values, drawn) in scores.items()
             ]
             value, drawn = (sum(part) / len(known) for part in zip(*known, strict=True))
             metrics |= _with_interval(name, value, drawn)
-    for target, (values, drawn) in zip(targets.names, scores, strict=True):
+    for t, (values, drawn) in scores.items():
         for name, value in values.items():
-            at = f"{name}/{target}" if several else name
+            at = f"{name}/{targets.names[t]}" if several else name
             metrics |= _with_interval(at, value, drawn.get(name))
     return metrics
 

@@ -59,6 +59,13 @@ class Numbers:
                 what,
                 why,
             )
+        for split in filter(None, (splits.validation, splits.test)):
+            values = read_targets(splits.open(split), self.names)
+            for name in np.array(self.names)[np.isnan(values).all(0)]:
+                raise UserError(
+                    f"{place}: no image of the split {split} has a number in {name!r}: "
+                    "leave it out of --target, or move images into the split"
+                )
         return Seen(rule.look_at(source, None, data.max_megapixels), {}, choices)
 
     def cost(self, seen: Seen, speed: float) -> float:
