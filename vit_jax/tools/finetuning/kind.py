@@ -1,7 +1,7 @@
 """The interface of the kinds of annotation for fine-tuning: labels, masks, numbers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vit_jax.data.preprocess import Preprocess
@@ -170,7 +170,7 @@ class Kind(Protocol):
     def commands(self, model: str) -> list[str]:
         """Returns lines with commands to continue with."""
 
-    def score_all(self, runs: Sequence[SplitOutputs]) -> dict[str, float]:
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict[str, float]:
         """Returns the scores of the images of several runs, as of one evaluation.
 
         The result is empty if the mean of the runs' scores is to be taken.

@@ -1,7 +1,7 @@
 """Fine-tuning on images with labels: one class per image, or any number of them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import jax
@@ -149,9 +149,10 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
         if self.multi_label:  # Logits of several networks are not one ranking.
             return {}
+        runs = [*runs]
         logits, labels = (
             np.concatenate([getattr(one.outputs, name) for one in runs])
             for name in ("logits", "labels")

@@ -9,7 +9,7 @@ with a head on the last four layers, as in DINOv2's probes (arXiv:2304.07193, se
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -152,7 +152,7 @@ class Masks:
             f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
         return {}  # Masks are compared while they are computed.
 
     def write_page(self, config, result, score, network) -> tuple[str, list[str]]:

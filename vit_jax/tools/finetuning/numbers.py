@@ -1,7 +1,7 @@
 """Fine-tuning on images with numbers: one or several per image, such as an age."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -130,8 +130,8 @@ class Numbers:
             f"export:    python -m vit_jax.convert --model={model} --to=onnx --out=FOLDER",
         ]
 
-    def score_all(self, runs: Sequence[SplitOutputs]) -> dict:
-        return number_report.score_all(runs)
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
+        return number_report.score_all([*runs])
 
     def write_page(self, config, result, score, network) -> tuple[str, list[str]]:
         return number_report.write(config, result, score, network)

@@ -489,7 +489,7 @@ def _pooled(results: Sequence[Result], networks: Sequence[TrainedNetwork]) -> Re
     counts, scores = collections.Counter(), {}
     if jax.process_count() == 1:
         kind = results[0].kind
-        scores = kind.score_all([one.of_evaluation("val") for one in networks])
+        scores = kind.score_all(one.of_evaluation("val") for one in networks)
     for each in results:
         counts.update(each.counts)
 
