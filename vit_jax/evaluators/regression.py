@@ -171,8 +171,8 @@ def _score_one(
 
     def metrics(counts):
         means = counts @ table / len(table)
-        found = _metrics(dict(zip(terms, np.moveaxis(means, -1, 0), strict=True)))
-        return found | {"spearman": _rank_correlation(counts, *pair)}
+        of_means = _metrics(dict(zip(terms, np.moveaxis(means, -1, 0), strict=True)))
+        return of_means | {"spearman": _rank_correlation(counts, *pair)}
 
     values = {k: v[0] for k, v in metrics(np.ones((1, len(table)))).items()}
     blocks = [metrics(counts) for counts in resampled_counts(len(table), resamples)]

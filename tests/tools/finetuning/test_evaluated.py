@@ -1,4 +1,4 @@
-"""Scores over the images of several runs, as of one evaluation."""
+"""Scores of all images of several runs together."""
 
 import numpy as np
 import pytest

@@ -79,7 +79,7 @@ class TrainedNetwork:
         return calibration.Outputs.of(seen.outputs, seen.source, split), split
 
     def of_training(self, most: int) -> SplitOutputs:
-        """Returns the outputs for at most so many training images, evenly spaced."""
+        """Returns the outputs for at most `most` training images, evenly spaced."""
         data = self._config.data
         source = open_source(data, data.split)
         if len(source) > most:

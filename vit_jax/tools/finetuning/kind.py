@@ -171,9 +171,9 @@ class Kind(Protocol):
         """Returns lines with commands to continue with."""
 
     def score_all(self, runs: Iterable[SplitOutputs]) -> dict[str, float]:
-        """Returns the scores of the images of several runs, as of one evaluation.
+        """Returns the scores of all images of several runs together.
 
-        The result is empty if the mean of the runs' scores is to be taken.
+        The result is empty for kinds whose scores are averaged over the runs.
         """
 
     def write_page(

@@ -92,7 +92,7 @@ def write(
 
 
 def score_all(runs: Sequence[SplitOutputs]) -> dict[str, float]:
-    """Returns the scores of the images of several networks, as of one evaluation."""
+    """Returns the scores of all images that several networks predicted."""
     each = [targets.decode(seen.logits.astype(np.float64)) for seen, _, targets in runs]
     joined = {
         name: np.concatenate([getattr(one, name) for one in each])

@@ -229,7 +229,8 @@ def ema_of(steps: int) -> float:
 def metric_of(images: Images, data: Mapping, validated: int) -> str:
     """Returns `checkpoint.best_metric`; "" if too few images are validated on.
 
-    Uneven classes keep it: checkpoints that predict only the large ones are no choice.
+    With uneven classes it is always set, because early checkpoints predict only the
+    large classes.
     """
     if images.uneven > UNEVEN and not data.get("multi_label"):
         return "val/balanced_accuracy"
