@@ -61,7 +61,8 @@ class Numbers:
             )
         for split in filter(None, (splits.validation, splits.test)):
             values = read_targets(splits.open(split), self.names)
-            for name in np.array(self.names)[np.isnan(values).all(0)]:
+            for t in np.flatnonzero(np.isnan(values).all(0)):
+                name = self.names[t]
                 raise UserError(
                     f"{place}: no image of the split {split} has a number in {name!r}: "
                     "leave it out of --target, or move images into the split"
