@@ -1,14 +1,17 @@
 """The meshes of `compile --mesh=auto`, and which of them is chosen."""
 
 import dataclasses
+import json
 
 import jax
 import pytest
 
 from tests.tools.planning.test_analysis import FOUND, GIB, QUICK
+from vit_jax import compile
+from vit_jax.command_line import cli
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.tools.planning import analysis, mesh_choice
+from vit_jax.tools.planning import analysis, mesh_choice, topology
 from vit_jax.tools.planning.analysis import Roofline
 from vit_jax.tools.planning.mesh_choice import Candidate
 from vit_jax.training import config as configuration
@@ -103,3 +106,47 @@ def test_each_mesh_is_compiled_and_one_that_is_impossible_says_why(monkeypatch):
     assert mesh_choice.choose(rows) is rows[0]
     assert mesh_choice.line(rows[1]).endswith("does not compile: batch_size=8: no")
     assert mesh_choice.to_json(rows[0])["floor"] == FOUND.roofline.floor
+
+
+class Place:
+    """The devices of this process, as a topology."""
+
+    text = memory_source = "here"
+    compilers = ("jax",)
+    prepare = staticmethod(lambda: None)
+    devices = staticmethod(jax.devices)
+    usable_memory = staticmethod(lambda device: 16 * GIB)
+
+
+@pytest.mark.parametrize("limit", [16, 12])
+def test_the_command_reports_on_the_choice_or_on_what_needs_least(
+    limit, monkeypatch, capsys
+):
+    def analyse(trial, mesh, examples, _):
+        parts = mesh.shape["fsdp"]
+        size = 20 * GIB if parts == 1 else 14 * GIB
+        settings = analysis.settings(trial, dict(mesh.shape))
+        fits = size <= limit * GIB
+        bounds = Roofline(0.1, 0.0, 0.0, 0.0) if fits else None
+        return dataclasses.replace(
+            FOUND, settings=settings, peak_bytes=size, fits=fits, roofline=bounds
+        )
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    monkeypatch.setattr(topology, "parse", lambda *_: Place)
+
+    def run(*words):
+        flags = [f"--config={QUICK}", "--topology=v5e:2x4", "--mesh=auto", *words]
+        code = compile.main(cli.parse(compile.parser(), flags))
+        return code, capsys.readouterr().out
+
+    code, text = run("--config.batch_size=8")
+    code_of_json, line = run("--config.batch_size=8", "--json")
+    assert code == code_of_json == (0 if limit == 16 else compile.EXIT_TOO_LARGE)
+    found = json.loads(line)
+    # Reported is what is chosen, or what needs the least memory.
+    assert found["settings"]["mesh"] == {"data": 1, "fsdp": 8, "model": 1}
+    assert [row["name"] for row in found["meshes"]] == ["copies", "parts on all"]
+    assert found["mesh_choice"] in text
+    advised = "for training: --config.mesh.data=1 --config.mesh.fsdp=8" in text
+    assert advised == (limit == 16)
