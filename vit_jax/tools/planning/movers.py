@@ -9,6 +9,8 @@ from vit_jax.tools.planning.hlo import Instruction, Module
 
 # Blocks of a network, whose instructions are counted together.
 _BLOCKS = re.compile(r"(encoderblock|MixerBlock|stage|block)_\d+")
+# Parts of an origin that are not modules or operations: methods, jitted functions.
+_WRAPPER = re.compile(r"\.|^_|^jit$|^train_step$")
 # Names of library kernels, by the start of the name that XLA gives them.
 _LIBRARIES = {"__cublas": "cuBLAS", "__cudnn": "cuDNN", "tpu_custom_call": "Pallas"}
 
@@ -64,7 +66,7 @@ def _describe(module: Module, instruction: Instruction) -> tuple:
     words = [
         _BLOCKS.sub(r"\1", word)
         for word in re.split(r"[/()]+", origin)
-        if word and "." not in word
+        if word and not _WRAPPER.search(word)
     ]
     return (
         next(libraries, instruction.base),
