@@ -32,6 +32,12 @@ _PROGRAMS = {
 _HOSTS = (1, 8, 32, 128)  # Of 8 GPUs.
 _FIELDS = ("program", "gpus", "mesh", "data", "fsdp", "gib", "messages")
 _FIELDS += ("mb_links", "mb_network", "floor_ms", "bound", "chosen")
+# Lines of a panel, and the meshes on each.
+_KINDS = {
+    "copies on all GPUs (data)": lambda row: row["fsdp"] == 1,
+    "parts within a host (fsdp=8)": lambda row: row["fsdp"] == 8,
+    "parts on all GPUs (fsdp)": lambda row: row["data"] == 1,
+}
 _COLORS = ("#2a6f97", "#c8553d", "#588157")
 
 
@@ -52,17 +58,19 @@ def _cells(row):
     for mesh in row["meshes"]:
         sizes = mesh["settings"]["mesh"]
         same = all(row["settings"]["mesh"][axis] == n for axis, n in sizes.items())
-        values = (
-            *(program, int(gpus), mesh["name"], sizes["data"], sizes["fsdp"]),
-            f"{mesh['peak_bytes'] / 2**30:.2f}",
-            sum(one["count"] for one in mesh["collectives"]),
-            f"{mesh['links'] / 1e6:.0f}",
-            f"{mesh['network'] / 1e6:.0f}",
-            f"{mesh['floor'] * 1e3:.2f}" if mesh["floor"] else "",
-            mesh["roofline"]["bound"] if mesh["roofline"] else "",
-            "yes" if mesh["fits"] and same else "",
-        )
-        yield dict(zip(_FIELDS, values, strict=True))
+        place = program, int(gpus), mesh["name"], *mesh["keys"].values()
+        values = [""] * (len(_FIELDS) - len(place))
+        if mesh["fits"]:
+            values = (
+                f"{mesh['peak_bytes'] / 2**30:.2f}",
+                sum(one["count"] for one in mesh["collectives"]),
+                f"{mesh['links'] / 1e6:.0f}",
+                f"{mesh['network'] / 1e6:.0f}",
+                f"{mesh['roofline']['floor'] * 1e3:.2f}",
+                mesh["roofline"]["bound"],
+                "yes" if same else "",
+            )
+        yield dict(zip(_FIELDS, (*place, *values), strict=True))
 
 
 def _table(cells):
@@ -72,79 +80,71 @@ def _table(cells):
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for row in cells:
         chosen = "**" if row["chosen"] else ""
+        numbers = (
+            *(row["gib"], row["messages"], row["mb_links"], row["mb_network"]),
+            f"{row['floor_ms']} ({row['bound']})",
+        )
         words = (
             f"{row['program']} {row['gpus']:,}",
             f"{chosen}{row['data']:,} x {row['fsdp']:,}{chosen}",
-            *(row["gib"], f"{row['messages']:,}", f"{int(row['mb_links']):,}"),
-            f"{int(row['mb_network']):,}",
-            f"{row['floor_ms']} ({row['bound']})",
+            *(numbers if row["gib"] else "-----"),
         )
-        print(f"| {' | '.join(words)} |")
+        print(f"| {' | '.join(map(str, words))} |")
 
 
 def _plot(cells, path):
-    """Draws the bytes on the network, memory and floor against the GPUs."""
+    """Draws network, memory and floor of programs with several numbers of GPUs."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot
 
     drawn = {
-        "mb_network": "MB per GPU and step on the network",
-        "gib": "GiB per GPU",
+        "mb_network": "MB sent on the network",
+        "gib": "GiB of memory",
         "floor_ms": "floor of a step, ms",
     }
-    programs = list(dict.fromkeys(row["program"] for row in cells))
+    by_program = {}
+    for row in cells:
+        by_program.setdefault(row["program"], []).append(row)
+    several = {
+        name: rows
+        for name, rows in by_program.items()
+        if len({row["gpus"] for row in rows}) > 1
+    }
     figure, grid = pyplot.subplots(
+        len(several),
         len(drawn),
-        len(programs),
-        figsize=(2.7 * len(programs), 2.1 * len(drawn)),
-        sharex=True,
+        figsize=(3 * len(drawn), 2.6 * len(several) + 0.4),
         squeeze=False,
     )
-    for line, (field, label) in zip(grid, drawn.items(), strict=True):
-        line[0].set_ylabel(label, fontsize=8)
-        for place, program in zip(line, programs, strict=True):
-            own = [row for row in cells if row["program"] == program]
-            for color, kind in zip(_COLORS, _kinds(), strict=True):
-                rows = [row for row in own if kind[1](row) and row[field]]
+    for line, (program, own) in zip(grid, several.items(), strict=True):
+        ticks = sorted({row["gpus"] for row in own})
+        for place, (field, label) in zip(line, drawn.items(), strict=True):
+            for color, (kind, is_kind) in zip(_COLORS, _KINDS.items(), strict=True):
+                rows = [row for row in own if is_kind(row) and row[field]]
                 xs = [row["gpus"] for row in rows]
                 ys = [float(row[field]) for row in rows]
-                place.plot(xs, ys, "o-", ms=3, lw=1, color=color, label=kind[0])
+                place.plot(xs, ys, "o-", color=color, label=kind, alpha=0.8)
             place.set_xscale("log", base=2)
-            place.set_ylim(bottom=0)
-            ticks = sorted({row["gpus"] for row in own})
-            place.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=7)
-            place.tick_params(axis="y", labelsize=7)
+            place.set_xticks(ticks, [f"{n:,}" for n in ticks])
+            place.minorticks_off()
+            place.set_ylim(0, place.get_ylim()[1] * 1.1)
+            place.set_title(f"{program}: {label}", fontsize=9)
+            place.set_xlabel("GPUs", fontsize=8)
+            place.tick_params(labelsize=8)
             place.grid(alpha=0.3)
-    for place, program in zip(grid[0], programs, strict=True):
-        place.set_title(program, fontsize=9)
-    for place in grid[-1]:
-        place.set_xlabel("GPUs", fontsize=8)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="upper center", ncols=3, fontsize=8, frameon=False
-    )
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.1 / len(several), 1, 1))
     figure.savefig(path, dpi=110)
-
-
-def _kinds():
-    """Returns labels of the lines of a panel, and which rows are on each."""
-    return (
-        ("copies on all GPUs (data)", lambda row: row["fsdp"] == 1),
-        ("parts within a host (fsdp=8)", lambda row: row["fsdp"] == 8),
-        ("parts on all GPUs (fsdp)", lambda row: row["data"] == 1),
-    )
 
 
 def _write(flags, rows):
     """Prints and writes what the flags ask for."""
-    # In the order of the programs, however they were compiled.
-    names = [name for name in _PROGRAMS for row in rows]
-    order = {name: i for i, name in reversed(list(enumerate(names)))}
     cells = [cell for row in rows for cell in _cells(row)]
-    cells.sort(key=lambda cell: (order[cell["program"]], cell["gpus"], cell["fsdp"]))
+    programs = list(_PROGRAMS)
+    cells.sort(key=lambda cell: (programs.index(cell["program"]), cell["gpus"]))
     _table(cells)
     if flags.csv:
         with flags.csv.open("w", newline="") as file:

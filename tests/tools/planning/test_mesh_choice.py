@@ -105,7 +105,8 @@ def test_each_mesh_is_compiled_and_one_that_is_impossible_says_why(monkeypatch):
     ]
     assert mesh_choice.choose(rows) is rows[0]
     assert mesh_choice.line(rows[1]).endswith("does not compile: batch_size=8: no")
-    assert mesh_choice.to_json(rows[0])["floor"] == FOUND.roofline.floor
+    as_json = mesh_choice.to_json(rows[0])
+    assert as_json["roofline"]["floor"] == FOUND.roofline.floor
 
 
 class Place:

@@ -6,7 +6,6 @@ is the one that fits the memory and has the lowest floor: parts take less memory
 their optimiser moves fewer bytes, but they send more.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -150,7 +149,8 @@ def reason(rows: Sequence[Candidate]) -> str:
     for row in rows:
         if row is not chosen:
             fits = row.result.fits and row.result.roofline
-            why = f"{_floor(row)} ms" if fits else _verdict(row.result)
+            short = _verdict(row.result).partition(":")[0]
+            why = f"{_floor(row)} ms" if fits else short
             words.append(f"{row.name}: {why}")
     return "; ".join(words)
 
@@ -162,12 +162,5 @@ def _floor(row: Candidate) -> str:
 def to_json(row: Candidate) -> dict:
     """Returns a candidate as plain numbers and strings."""
     links, network = traffic(row.result)
-    bounds = row.result.roofline
-    return {
-        "name": row.name,
-        "keys": row.keys,
-        "links": links,
-        "network": network,
-        "floor": bounds.floor if bounds else None,
-        **dataclasses.asdict(row.result),
-    }
+    words = {"name": row.name, "keys": row.keys, "links": links, "network": network}
+    return words | row.result.to_json()
