@@ -80,16 +80,20 @@ def _table(cells):
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for row in cells:
         chosen = "**" if row["chosen"] else ""
-        numbers = (
-            *(row["gib"], row["messages"], row["mb_links"], row["mb_network"]),
-            f"{row['floor_ms']} ({row['bound']})",
-        )
+        numbers = "-----"
+        if row["gib"]:
+            counts = (row[key] for key in ("messages", "mb_links", "mb_network"))
+            numbers = (
+                row["gib"],
+                *(f"{int(count):,}" for count in counts),
+                f"{row['floor_ms']} ({row['bound']})",
+            )
         words = (
             f"{row['program']} {row['gpus']:,}",
             f"{chosen}{row['data']:,} x {row['fsdp']:,}{chosen}",
-            *(numbers if row["gib"] else "-----"),
+            *numbers,
         )
-        print(f"| {' | '.join(map(str, words))} |")
+        print(f"| {' | '.join(words)} |")
 
 
 def _plot(cells, path):
