@@ -153,7 +153,7 @@ def dropout(
         rows += jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis)
     # The barrier makes XLA compute this once per token, not once per element.
     rows = jax.lax.optimization_barrier(_hash(_hash(rows + words[0]) ^ words[1]))
-    return _drop(x, rows, rate) if _platform() == "cpu" else _drop_again(x, rows, rate)
+    return (_drop_again if _platform() == "gpu" else _drop)(x, rows, rate)
 
 
 def _drop(x, rows, rate):
@@ -164,8 +164,8 @@ def _drop(x, rows, rate):
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-# The derivative of this function computes the mask again. On GPUs this takes less time
-# than to write and read it; on CPUs it takes longer (docs/decisions.md).
+# The derivative of this function computes the mask again, which GPUs then neither write
+# nor read. On CPUs this takes longer (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _drop_again(x, rows, rate):
     return _drop(x, rows, rate)
