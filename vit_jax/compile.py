@@ -179,13 +179,7 @@ def _one(
 ) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
-    from vit_jax.tools.planning import (
-        analysis,
-        mesh_choice,
-        report,
-        run_plan,
-        strategies,
-    )
+    from vit_jax.tools.planning import analysis, report, run_plan, strategies
 
     mesh = meshes.create(config.mesh, devices)
     if not result:
@@ -213,15 +207,7 @@ def _one(
             assumed,
         )
     if flags.json:
-        words = {"heading": heading} | result.to_json()
-        words["remedies"] = [
-            {"flags": way, "peak_bytes": row.peak_bytes}
-            for way, row in remedies
-            if row.fits
-        ]
-        if meshes_tried:
-            words["meshes"] = [mesh_choice.to_json(row) for row in meshes_tried]
-            words["mesh_choice"] = mesh_choice.reason(meshes_tried)
+        words = _to_json(heading, result, remedies, meshes_tried)
         if plan:
             words["plan"] = run_plan.to_json(plan, assumed, unknown)
         print(json.dumps(words))
@@ -243,6 +229,22 @@ def _one(
             f"compiled step, for vit_jax.train --compiled: {flags.out}, {size:,} bytes"
         )
     return 0 if result.fits else EXIT_TOO_LARGE
+
+
+def _to_json(heading, result, remedies, meshes_tried) -> dict:
+    """Returns the report on one program as plain numbers and strings."""
+    from vit_jax.tools.planning import mesh_choice
+
+    words = {"heading": heading} | result.to_json()
+    words["remedies"] = [
+        {"flags": way, "peak_bytes": row.peak_bytes}
+        for way, row in remedies
+        if row.fits
+    ]
+    if meshes_tried:
+        words["meshes"] = [mesh_choice.to_json(row) for row in meshes_tried]
+        words["mesh_choice"] = mesh_choice.reason(meshes_tried)
+    return words
 
 
 def _compare(flags, config, devices, examples, limit, heading) -> int:
