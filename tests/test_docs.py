@@ -55,6 +55,7 @@ PRETRAINING = [
     "distillation",
     "launch",
     "compile",
+    "scaling",
     "scale",
     "extending",
     "own_network",

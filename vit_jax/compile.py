@@ -35,7 +35,7 @@ def main(flags: argparse.Namespace) -> int:
     place = topology.parse(flags.topology, flags.slices)
     place.prepare()  # Before JAX is imported.
     from vit_jax.distributed import mesh as meshes
-    from vit_jax.tools.planning import batch_search, run_plan
+    from vit_jax.tools.planning import batch_search, mesh_choice, run_plan
     from vit_jax.training import config as configuration
 
     _check(flags)
@@ -58,6 +58,13 @@ def main(flags: argparse.Namespace) -> int:
     )
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
+    meshes_tried = []
+    if flags.mesh:
+        meshes_tried = _try_meshes(flags, config, devices, examples, limit)
+        # If none fits, the one that needs the least memory is reported.
+        chosen = mesh_choice.choose(meshes_tried) or meshes_tried[-1]
+        config = mesh_choice.placed(config, chosen.keys)
+        result = None if flags.out else chosen.result
     return _one(
         flags,
         config,
@@ -69,7 +76,27 @@ def main(flags: argparse.Namespace) -> int:
         assumed,
         unknown,
         result,
+        meshes_tried,
     )
+
+
+def _try_meshes(flags, config, devices, examples, limit) -> list:
+    """Compiles the candidates of --mesh=auto, and prints them and the choice."""
+    from vit_jax.tools.planning import mesh_choice
+
+    rows = []
+    if not flags.json:
+        print(mesh_choice.line(), flush=True)
+    for row in mesh_choice.compare(config, devices, examples, limit):
+        rows.append(row)
+        if not flags.json:
+            print(mesh_choice.line(row), flush=True)
+    if not flags.json:
+        print(mesh_choice.reason(rows))
+        if chosen := mesh_choice.choose(rows):
+            words = (f"--config.{key}={value}" for key, value in chosen.keys.items())
+            print(f"for training: {' '.join(words)}\n", flush=True)
+    return rows
 
 
 def _check(flags) -> None:
@@ -79,8 +106,11 @@ def _check(flags) -> None:
     for name, is_set in single.items():
         if is_set and flags.strategies:
             raise UserError(f"--{name} is for one program: leave --strategies out")
-    if flags.largest_batch and (flags.strategies or flags.out):
-        other = "strategies" if flags.strategies else "out"
+    if flags.mesh and flags.strategies:
+        raise UserError("--mesh=auto and --strategies: both compare meshes; use one")
+    if flags.largest_batch and (flags.strategies or flags.out or flags.mesh):
+        others = ("strategies", "out", "mesh")
+        other = next(name for name in others if getattr(flags, name))
         raise UserError(
             f"--largest_batch and --{other}: find the batch first, then compile it with "
             "--config.batch_size"
@@ -135,7 +165,17 @@ def _examples(flags, config) -> tuple[int, str]:
 
 
 def _one(
-    flags, config, place, devices, examples, limit, heading, assumed, unknown, result
+    flags,
+    config,
+    place,
+    devices,
+    examples,
+    limit,
+    heading,
+    assumed,
+    unknown,
+    result,
+    meshes_tried,
 ) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
@@ -146,6 +186,8 @@ def _one(
         result = analysis.analyse(config, mesh, examples, limit, flags.out)
     if not flags.json:
         print(report.text(result, heading, place.memory_source), flush=True)
+        if flags.movers and result.fits:
+            print("\n" + "\n".join(report.movers(result)), flush=True)
     remedies = ()
     if not result.fits and result.peak_bytes:
         remedies = strategies.remedies(config, devices, result, examples, limit)
@@ -165,12 +207,7 @@ def _one(
             assumed,
         )
     if flags.json:
-        words = {"heading": heading} | result.to_json()
-        words["remedies"] = [
-            {"flags": way, "peak_bytes": row.peak_bytes}
-            for way, row in remedies
-            if row.fits
-        ]
+        words = _to_json(heading, result, remedies, meshes_tried)
         if plan:
             words["plan"] = run_plan.to_json(plan, assumed, unknown)
         print(json.dumps(words))
@@ -192,6 +229,22 @@ def _one(
             f"compiled step, for vit_jax.train --compiled: {flags.out}, {size:,} bytes"
         )
     return 0 if result.fits else EXIT_TOO_LARGE
+
+
+def _to_json(heading, result, remedies, meshes_tried) -> dict:
+    """Returns the report on one program as plain numbers and strings."""
+    from vit_jax.tools.planning import mesh_choice
+
+    words = {"heading": heading} | result.to_json()
+    words["remedies"] = [
+        {"flags": way, "peak_bytes": row.peak_bytes}
+        for way, row in remedies
+        if row.fits
+    ]
+    if meshes_tried:
+        words["meshes"] = [mesh_choice.to_json(row) for row in meshes_tried]
+        words["mesh_choice"] = mesh_choice.reason(meshes_tried)
+    return words
 
 
 def _compare(flags, config, devices, examples, limit, heading) -> int:
@@ -253,6 +306,12 @@ def parser() -> cli.Parser:
     )
     text = "find the largest batch that fits, to 5%%; the config's is ignored"
     add("--largest_batch", action="store_true", help=text)
+    text = (
+        "compile copies and parts of the parameters, and choose one by memory and floor"
+    )
+    add("--mesh", choices=("auto",), default="", help=text)
+    text = "print the ten instructions that move the most bytes in memory"
+    add("--movers", action="store_true", help=text)
     add("--strategies", action="store_true", help="compare meshes and remat policies")
     add("--meshes", default="", help="meshes to compare: data=-1,fsdp=16,model=4")
     add("--remat", default="", help="remat policies to compare; default: all")

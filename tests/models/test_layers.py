@@ -154,6 +154,44 @@ def test_approximate_gelu_and_its_derivative_agree_with_those_of_flax():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_gelu_beside_a_product_on_gpus_rounds_as_the_other(monkeypatch):
+    x = jnp.linspace(-6, 6, 371, dtype=jnp.bfloat16)
+    g = jnp.ones_like(x)
+    expected, vjp = jax.vjp(kernels.gelu_tanh, x)
+    monkeypatch.setattr(kernels, "_platform", lambda: "gpu")
+    found, vjp_found = jax.vjp(kernels.gelu_tanh_of_product, x)
+    np.testing.assert_allclose(
+        found.astype(np.float32), expected.astype(np.float32), atol=0.02, rtol=0.02
+    )
+    np.testing.assert_array_equal(vjp_found(g)[0], vjp(g)[0])
+    # Only this form is passed to cuBLAS; float32 keeps the exact one.
+    assert "erf" not in str(jax.make_jaxpr(kernels.gelu_tanh_of_product)(x))
+    single = jnp.float32([-1.5, 0.3])
+    np.testing.assert_array_equal(
+        kernels.gelu_tanh_of_product(single), kernels.gelu_tanh(single)
+    )
+
+
+def test_norms_of_bfloat16_are_those_of_float32_rounded():
+    # Means up to 30 times the deviation, as in the residuals of deep networks.
+    x = jax.random.normal(jax.random.key(0), (7, 768)) + jnp.arange(7)[:, None] * 5
+    x = x.astype(jnp.bfloat16)
+    scale, bias = jax.random.normal(jax.random.key(1), (2, 768))
+    g = jax.random.normal(jax.random.key(2), x.shape, jnp.bfloat16)
+    found, expected = (
+        (y, *vjp(g.astype(y.dtype)))
+        for y, vjp in (
+            jax.vjp(lambda *a: kernels.layer_norm(*a, 1e-6), value, scale, bias)
+            for value in (x, x.astype(jnp.float32))
+        )
+    )
+    for a, b in zip(found, expected, strict=True):
+        atol = 2e-2 * np.abs(b).max()
+        np.testing.assert_allclose(a.astype(np.float32), b, atol=atol)
+    same = kernels.layer_norm(jnp.full((1, 768), 300, jnp.bfloat16), scale, bias, 1e-6)
+    np.testing.assert_allclose(same[0].astype(np.float32), bias, atol=2e-2)
+
+
 def test_dropout_keeps_elements_at_random():
     rate, shape = 0.3, (64, 50, 320)
     draw = jax.jit(lambda key: kernels.dropout(jnp.ones(shape), rate, key) > 0)
@@ -181,7 +219,7 @@ def test_dropout_keeps_elements_at_random():
     assert 0.95 < z.std() < 1.05
 
 
-def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
+def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh(monkeypatch):
     x = jax.random.normal(jax.random.key(0), (8, 5, 6)) + 10
     key = jax.random.key(1)
     found = kernels.dropout(x, 0.25, key)
@@ -192,8 +230,10 @@ def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
     draw = jax.jit(lambda x: kernels.dropout(x, 0.25, key), in_shardings=split)
     np.testing.assert_array_equal(draw(x) != 0, kept)
     np.testing.assert_array_equal(kernels.dropout(x[:3], 0.25, key) != 0, kept[:3])
-    gradient = jax.grad(lambda x: kernels.dropout(x, 0.25, key).sum())(x)
-    np.testing.assert_allclose(gradient, kept / 0.75, rtol=1e-6)
+    for platform in ("cpu", "gpu"):  # On GPUs the derivative draws the mask again.
+        monkeypatch.setattr(kernels, "_platform", lambda platform=platform: platform)
+        gradient = jax.grad(lambda x: kernels.dropout(x, 0.25, key).sum())(x)
+        np.testing.assert_allclose(gradient, kept / 0.75, rtol=1e-6)
     assert kernels.dropout(x, 0.25, None) is x
     assert kernels.dropout(x, 0.0, key) is x
 

@@ -60,6 +60,26 @@ def _gelu_tanh_backward(x, grad):
 gelu_tanh.defvjp(lambda x: (gelu_tanh(x), x), _gelu_tanh_backward)
 
 
+def gelu_tanh_of_product(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Computes `gelu_tanh` of a product of matrices that nothing else changes.
+
+    On NVIDIA GPUs, XLA passes a bfloat16 product and its GELU to cuBLAS as one, which
+    reads and writes `x` once less (docs/decisions.md).
+    """
+    is_fused = _platform() == "gpu" and x.dtype == jnp.bfloat16
+    return _gelu_tanh_for_cublas(x) if is_fused else gelu_tanh(x)
+
+
+@jax.custom_vjp
+def _gelu_tanh_for_cublas(x):
+    return nn.gelu(x)  # XLA recognises it in the dtype of `x` only.
+
+
+_gelu_tanh_for_cublas.defvjp(
+    lambda x: (_gelu_tanh_for_cublas(x), x), _gelu_tanh_backward
+)
+
+
 # JAX's derivative would keep several arrays of the size of `x` and read them more
 # often on CPU (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -80,7 +100,13 @@ def _spread(values, x):
 def _layer_norm_forward(x, scale, bias, epsilon):
     x32 = x.astype(jnp.float32)
     mean = x32.mean(-1, keepdims=True)
-    variance = jnp.square(x32 - mean).mean(-1, keepdims=True)
+    if x.dtype == jnp.float32:
+        variance = jnp.square(x32 - mean).mean(-1, keepdims=True)
+    else:
+        # In this form one pass over `x` computes both means. The subtraction loses less
+        # than the rounding of `x` to 16 bits.
+        variance = jnp.square(x32).mean(-1, keepdims=True) - jnp.square(mean)
+        variance = jnp.maximum(variance, 0)
     reciprocal = jax.lax.rsqrt(variance + epsilon)
     normal = (x32 - mean) * reciprocal
     y = normal * _spread(scale, x) + _spread(bias, x)
@@ -127,11 +153,32 @@ def dropout(
         rows += jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis)
     # The barrier makes XLA compute this once per token, not once per element.
     rows = jax.lax.optimization_barrier(_hash(_hash(rows + words[0]) ^ words[1]))
+    return (_drop_again if _platform() == "gpu" else _drop)(x, rows, rate)
+
+
+def _drop(x, rows, rate):
     columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
     # Multiples of the golden ratio differ in many bits.
     bits = _hash(rows + columns * jnp.uint32(0x9E3779B9))
     kept = bits >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+# The derivative of this function computes the mask again, which GPUs then neither write
+# nor read. On CPUs this takes longer (docs/decisions.md).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _drop_again(x, rows, rate):
+    return _drop(x, rows, rate)
+
+
+def _drop_again_backward(rate, rows, grad):
+    # Behind a barrier, XLA does not recognise the mask of the forward pass.
+    return _drop(grad, jax.lax.optimization_barrier(rows), rate), None
+
+
+_drop_again.defvjp(
+    lambda x, rows, rate: (_drop(x, rows, rate), rows), _drop_again_backward
+)
 
 
 def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -261,14 +308,18 @@ def has_amx() -> bool:
 
 def _uses_bfloat16(x: Array) -> bool:
     """Returns whether products in a program for one CPU have bfloat16 operands."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    platform = device.platform if device else jax.default_backend()
     # XLA cannot split the constraints on layouts over devices.
-    if platform != "cpu" or mesh.size > 1:
+    if _platform() != "cpu" or jax.sharding.get_abstract_mesh().size > 1:
         return False
     rounded = jax.config.jax_default_matmul_precision == BFLOAT16_OPERANDS
     return rounded or x.dtype == jnp.bfloat16
+
+
+def _platform() -> str:
+    """Returns the platform that a traced program is for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = device.platform if device else jax.default_backend()
+    return "gpu" if platform == "cuda" else platform
 
 
 def in_row_major(x: Float[Array, "B y x D"]) -> Float[Array, "B y x D"]:

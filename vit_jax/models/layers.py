@@ -353,7 +353,11 @@ class Mlp(nn.Module):
         if self.activation == "swiglu":
             x = nn.silu(to_hidden(x, "gate")) * to_hidden(x, "Dense_0")
         else:
-            x = ACTIVATIONS[self.activation](to_hidden(x, "Dense_0"))
+            drops = self.dropout and first is not None
+            is_fused = self.activation == "gelu_tanh" and not drops
+            activate = ACTIVATIONS[self.activation]
+            activate = kernels.gelu_tanh_of_product if is_fused else activate
+            x = activate(to_hidden(x, "Dense_0"))
         x = dropout(x, self.dropout, first)
         if self.norm:
             x = self.norm(name="LayerNorm_hidden")(x)

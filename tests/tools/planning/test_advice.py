@@ -238,6 +238,8 @@ def test_meshes_that_cannot_be_read_are_named(text):
         (["--plan=speed=3"], "--plan: 'speed' is not one of"),
         (["--meshes=fsdp=4"], "--meshes is read with --strategies only"),
         (["--remat=full"], "--remat is read with --strategies only"),
+        (["--mesh=auto", "--strategies"], "--mesh=auto and --strategies"),
+        (["--mesh=auto", "--largest_batch"], "--largest_batch and --mesh: "),
         (["--scan=true"], "--scan is read with --strategies only"),
         (["--export=no/such/folder/step"], "there is no folder .*no/such/folder"),
         (["--strategies", "--remat=full,some"], "--remat: 'some' is not one of none,"),

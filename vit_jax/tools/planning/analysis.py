@@ -18,6 +18,7 @@ from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tools.planning import costs, gpus, hlo, topology
+from vit_jax.tools.planning import movers as largest
 from vit_jax.training import compiled_step, train_setup
 from vit_jax.training.config import TrainConfig
 
@@ -101,6 +102,7 @@ class Analysis:
       kernels: number of executions of library kernels, such as cuDNN's attention, by
         name.
       platform: "tpu", "gpu" or "cpu".
+      movers: the instructions that move the most bytes, see `movers.find`.
       unread_loops: number of loops with products or collectives that are counted once
         because their trip count is unknown. Other such loops, such as mixup's rejection
         sampling, move almost no data.
@@ -128,6 +130,7 @@ class Analysis:
     moved_bytes: int = 0
     collectives: tuple[dict, ...] = ()
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    movers: tuple[largest.Mover, ...] = ()
     unread_loops: int = 0
     roofline: Roofline | None = None
     compile_seconds: float = 0.0
@@ -333,6 +336,7 @@ def _after(
         moved_bytes=moved,
         collectives=tuple(costs.summarize_collectives(collectives)),
         kernels=costs.count_kernels(module),
+        movers=largest.find(module),
         unread_loops=_unread(module),
         roofline=bounds,
         compile_seconds=round(seconds, 1),

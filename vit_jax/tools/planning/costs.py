@@ -559,10 +559,11 @@ def count_bytes_moved(module: Module) -> int:
     Args:
       module: optimised program of one device.
     """
-    return sum(run.times * _moved(module, run.instruction) for run in module.runs())
+    return sum(run.times * moved_by(module, run.instruction) for run in module.runs())
 
 
-def _moved(module: Module, instruction: Instruction) -> int:
+def moved_by(module: Module, instruction: Instruction) -> int:
+    """Returns the bytes that one execution of an instruction reads and writes."""
     opcode, base = instruction.opcode, instruction.base
     if opcode in _FREE or opcode.endswith(_ENDS):
         return 0

@@ -26,6 +26,22 @@ def text(analysis: Analysis, heading: str, limit_source: str = _COMPILER) -> str
     return "\n".join(parts)
 
 
+def movers(analysis: Analysis) -> Iterator[str]:
+    """Yields a table of the instructions that move the most bytes."""
+    yield "Largest movers per step (blocks of the network are counted together)"
+    row = "  {:>6} {:>6}  {:<9} {:<8} {:<38} {}"
+    yield row.format("GB", "count", "pass", "kind", "of", "reads -> writes")
+    for one in analysis.movers:
+        yield row.format(
+            f"{one.bytes / 1e9:.2f}",
+            one.count,
+            "backward" if one.backward else "forward",
+            one.kind,
+            one.place,
+            f"{' '.join(one.reads)} -> {' '.join(one.writes)}",
+        )
+
+
 def verdict(analysis: Analysis) -> str:
     """Returns a line that says whether the program fits, and the margin."""
     if analysis.fits:
