@@ -164,40 +164,6 @@ def test_the_dtype_is_that_of_the_network_or_a_warning_says_so(weights):
         assert str(found) == str(expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda w: vit_jax.load_flax(w, depht=3), "depht=3: .*Ti/8: .*depth.*width"),
-        (
-            lambda w: vit_jax.load_flax(w, crop_fraction=0.5),
-            "crop_fraction=0.5: .*Ti/8",
-        ),
-        (lambda w: vit_jax.load_flax(w, depth=3), "depth=3: "),
-        (lambda w: vit_jax.load_flax(w, num_labels=3), "num_labels=3: .*num_classes"),
-        (lambda w: vit_jax.load_flax(w, shardings=3), "shardings=3: "),
-        (
-            lambda w: vit_jax.load_flax(w, shardings={"cls": 3}),
-            "shardings lacks .*/bias",
-        ),
-        (
-            lambda w: vit_jax.load_flax(w, shardings=jax.make_mesh((2,), ("x",))),
-            "'data'",
-        ),
-        (lambda w: vit_jax.load_model(w, mesh=3), "mesh=3: "),
-        (lambda w: vit_jax.load_model(w, depht=3), "depht=3: .*Ti/8: .*depth.*width"),
-        (
-            lambda w: vit_jax.load_preprocess(w, dtype="bfloat16"),
-            "dtype='bfloat16': .*mean",
-        ),
-        (lambda w: vit_jax.load_preprocess(w, std=(0,)), "std="),
-    ],
-)
-def test_a_wrong_argument_is_named(weights, call, words):
-    with pytest.raises(UserError, match=words) as error:
-        call(weights)
-    assert "\n" not in str(error.value)
-
-
 def test_parameters_are_put_where_they_are_to_lie(weights, network):
     module, params = network
     mesh = meshes.create(meshes.MeshConfig(data=4, fsdp=2))

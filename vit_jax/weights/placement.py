@@ -79,8 +79,8 @@ def place(
       Nested dict of arrays on devices. Of a file that is mapped, each process reads
       only what its devices hold.
     """
-    placed = {}
-    for path, value in _arrays(params, stacked=model.config.stacked):
+    placed, stacked = {}, model.config.stacked and not model.stateful
+    for path, value in _arrays(params, stacked=stacked):
         where = shardings and shardings[path]
         placed[path] = jax.block_until_ready(_put(value, where))
         del value
@@ -100,8 +100,8 @@ def _arrays(params: dict, *, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
         groups.setdefault(name, {})[number] = value
     params.clear()
     del value
-    while groups:
-        name, parts = groups.popitem()
+    for name in [*groups]:
+        parts = groups.pop(name)
         if None in parts:
             yield name, parts[None]
         else:
