@@ -115,8 +115,7 @@ class Model:
         return self._params({**variables, "params": self._stack(variables["params"])})
 
     def _stack(self, params: Params) -> Params:
-        stacked = self.config.stacked and not self.stateful
-        return stacking.stack(params) if stacked else params
+        return stacking.stack(params) if self.config.stacked else params
 
     def _params(self, variables: dict) -> Params:
         params = variables["params"]

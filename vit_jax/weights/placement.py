@@ -79,8 +79,8 @@ def place(
       Nested dict of arrays on devices. Of a file that is mapped, each process reads
       only what its devices hold.
     """
-    placed, stacked = {}, model.config.stacked and not model.stateful
-    for path, value in _arrays(params, stacked=stacked):
+    placed = {}
+    for path, value in _arrays(params, stacked=model.config.stacked):
         where = shardings and shardings[path]
         placed[path] = jax.block_until_ready(_put(value, where))
         del value
