@@ -139,7 +139,7 @@ VALUES = [
     ("create_flax", new_flax, "dtype", ("int8",)),
     ("create_flax", new_flax, "key", (3,)),
     ("create_flax", new_flax, "shardings", (3,)),
-    ("load_preprocess", images_of, "std", ((0,),)),
+    ("load_preprocess", images_of, "std", ((0.0,),)),
     ("load_preprocess", images_of, "crop_fraction", (np.nan,)),
     ("load_preprocess", images_of, "dtype", ("bfloat16",)),
     ("predict", predict, "topk", (-1, 0, 2.0)),

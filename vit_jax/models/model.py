@@ -103,7 +103,7 @@ class Model:
     def initial(self, variables: dict) -> dict:
         """Returns initial variables of `module` as `apply` of the module needs them.
 
-        Last kernels of branches are scaled, and blocks are stacked for a scan.
+        Last kernels of branches are scaled, and blocks get the layout of a scan.
         """
         params = initializers.scale_branches(variables["params"], self.config)
         return {**variables, "params": self._stack(params)}
