@@ -1,14 +1,17 @@
 """The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, evaluate.
 
 `python -m vit_jax` lists the commands. The Python functions `list_models`,
-`create_model`, `load_model`, `train`, `train_setup`, `pretrain`, `finetune`, `evaluate`
-and the class `Callback` are attributes of this package, imported when they are first used.
+`create_model`, `load_model`, `create_flax`, `load_flax`, `load_preprocess`, `train`,
+`train_setup`, `pretrain`, `finetune`, `evaluate` and the class `Callback` are
+attributes of this package, imported when they are first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vit_jax.api.flax_networks import create_flax, load_flax
+    from vit_jax.api.image_preprocess import load_preprocess
     from vit_jax.api.models import create_model, list_models
     from vit_jax.api.pretrained_model import PretrainedModel, load_model
     from vit_jax.api.training import evaluate, finetune, pretrain, train, train_setup
@@ -20,16 +23,21 @@ __all__ = [
     "Callback",
     "PretrainedModel",
     "UserError",
+    "create_flax",
     "create_model",
     "evaluate",
     "finetune",
     "list_models",
+    "load_flax",
     "load_model",
+    "load_preprocess",
     "pretrain",
     "train",
     "train_setup",
 ]
 _MODULES = {
+    "vit_jax.api.flax_networks": ("create_flax", "load_flax"),
+    "vit_jax.api.image_preprocess": ("load_preprocess",),
     "vit_jax.api.models": ("create_model", "list_models"),
     "vit_jax.api.pretrained_model": ("PretrainedModel", "load_model"),
     "vit_jax.api.training": (

@@ -3,23 +3,23 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int16, Num
 
-from vit_jax import models, weights
+from vit_jax import models
 from vit_jax.analysis.attention import attention_maps
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.api import images as given_images
 from vit_jax.api.images import Images
-from vit_jax.api.models import check_names, network_keys, sides
+from vit_jax.api.open_network import NetworkArguments, open_network
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
 from vit_jax.data import image_files
-from vit_jax.data.preprocess import FIELDS, Preprocess, checked_fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import (
     image_features,
@@ -33,7 +33,7 @@ from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features, patches
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
-from vit_jax.weights import checkpoint_folders, surgery
+from vit_jax.weights import placement, surgery
 from vit_jax.weights.network_images import network_input, prepare_image, prepare_pixels
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
@@ -42,23 +42,8 @@ _BATCH = 32  # Images per batch.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightsArguments:
-    """Arguments of all functions that open weights."""
-
-    source: str = key("", "Weights.")
-    class_names: tuple[str, ...] = key((), "Class names in label order.")
-    step: int = key(0, "Step of a checkpoint.")
-    use_ema: bool = key(True, "Whether to use averaged parameters.")
-    num_heads: int = key(0, "Number of attention heads.", below=2**31)
-    architecture: str = key("", "timm's name of the network.")
-    tell: Callable = key(print, "Function that receives each line of output.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Arguments(WeightsArguments):
-    num_classes: int = key(0, "Number of classes.", below=2**31)
+class _Arguments(NetworkArguments):
     tokenizer: str = key("", "Tokenizer of a text tower.")
-    token_merging: int = key(0, "Tokens merged per block.", below=2**31)
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Smallest probability.", at_most=1)
     coverage: float = key(0.9, "Coverage of sets of classes.", above=0, below=1)
@@ -95,6 +80,7 @@ def load_model(
     architecture: str = "",
     tokenizer: str = "",
     token_merging: int = 0,
+    mesh: Mesh | None = None,
     tell: Callable[[str], None] = print,
     **options,
 ) -> "PretrainedModel":
@@ -119,12 +105,15 @@ def load_model(
       token_merging: number of similar patches that each block merges (ToMe,
         arXiv:2210.09461), which makes a Vision Transformer faster and a little less
         accurate.
+      mesh: result of `vit_jax.distributed.mesh.create`, over which the parameters are
+        split as in training while they are read, and each batch of images; without one
+        each device of this process has a copy.
       tell: function that receives a line about each thing that had to be guessed.
       **options: fields of `vit_jax.weights.Preprocess` that replace those stored with
         the weights, such as `max_tokens=256` to keep the aspect ratio of images or
-        `patch=8` for smaller patches; and keys of the network, as in `create_model`,
-        that keep the shapes of its parameters, such as `dtype="bfloat16"` to compute in
-        it or `drop_path_rate=0.1` to train it further.
+        `patch=8` for smaller patches; and keys of the network (`config.model`) that
+        keep the shapes of its parameters, such as `dtype="bfloat16"` to compute in it
+        or `drop_path_rate=0.1` to train it further.
 
     Raises:
       UserError: the weights cannot be opened, or an argument does not fit them.
@@ -135,58 +124,21 @@ def load_model(
       >>> model
       PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
     """
-    check_names(options)
-    preprocess = checked_fields(options)
-    if image_size is not None:
-        preprocess |= {"image_size": sides(image_size), "cut": (0, 0)}
-    pretrained, how = weights.open_weights(
-        at_step(source, step),
-        preprocess,
+    pretrained, how = open_network(
+        source,
+        options,
+        image_size=image_size,
+        num_classes=num_classes,
+        step=step,
         use_ema=use_ema,
         num_heads=num_heads,
         architecture=architecture,
-        with_task=True,
         token_merging=token_merging,
         tell=tell,
     )
-    pretrained = _with_network_keys(
-        pretrained, {k: v for k, v in options.items() if k not in preprocess}
-    )
     if tokenizer:
         pretrained = dataclasses.replace(pretrained, tokenizer=tokenizer)
-    if num_classes is not None:
-        pretrained = surgery.replace_head(pretrained, num_classes)
-    return PretrainedModel(pretrained, how.upright(), tuple(class_names))
-
-
-def _with_network_keys(
-    pretrained: Pretrained, given: Mapping[str, object]
-) -> Pretrained:
-    """Returns weights whose network has other values for some keys.
-
-    Raises:
-      UserError: a key is unknown, or its value changes the shapes of parameters.
-    """
-    variant = pretrained.options["variant"]
-    known = fields.fields(models.VARIANTS.find(variant, "model")).keys() - {"variant"}
-    if unknown := sorted(given.keys() - known):
-        raise UserError(
-            f"{unknown[0]}={given[unknown[0]]!r}: not one of "
-            f"{', '.join(sorted(FIELDS))} for images, nor a key of {variant}: "
-            f"{', '.join(sorted(known))}"
-        )
-    changed = network_keys(variant, given)
-    options = pretrained.options | changed
-    before, after = (
-        flatten_dict(models.create(**each).shapes, sep="/")
-        for each in (pretrained.options, options)
-    )
-    try:
-        surgery.check_keys(before, after, None)
-    except UserError as error:
-        named = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        raise UserError(f"{named}: {error}; leave it out") from error
-    return dataclasses.replace(pretrained, options=options)
+    return PretrainedModel(pretrained, how.upright(), tuple(class_names), mesh)
 
 
 class PretrainedModel:
@@ -203,10 +155,11 @@ class PretrainedModel:
       pretrained: the weights.
       preprocess: how images are prepared.
       class_names: class names in label order; those of the weights if empty.
+      mesh: mesh that the parameters are split over, see `load_model`.
 
     Attributes:
       model: the network; its `apply` is called by the `apply` of this class.
-      params: nested dict of arrays on the default device.
+      params: nested dict of arrays on the default device, or on the mesh.
       preprocessing: how images are prepared.
       class_names: class names in label order; empty without a classifier.
       targets: names, units and more of the numbers that the weights predict; None for
@@ -237,16 +190,18 @@ class PretrainedModel:
         pretrained: Pretrained,
         preprocess: Preprocess,
         class_names: tuple[str, ...] = (),
+        mesh: Mesh | None = None,
     ):
         model, params = surgery.fit_network(pretrained, preprocess)
-        self.model, self.params = model, jax.device_put(params)
+        shardings = placement.resolve(mesh, model)
+        self.model, self.params = model, placement.place(params, model, shardings)
         self.preprocessing, self.class_names = preprocess, ()
         self.targets = pretrained.targets
         if pretrained.options["num_classes"] and not self.targets:
             self.class_names = prediction.names_of(pretrained, class_names)
         self._pretrained, self._given_names = pretrained, class_names
         self._sigmoid = pretrained.loss == "sigmoid"
-        self._devices = LocalDevices(model)
+        self._devices = LocalDevices(model, mesh)
 
     def __repr__(self) -> str:
         options, what = self.model.options, f"{len(self.class_names)} classes"
@@ -269,7 +224,15 @@ class PretrainedModel:
           params: parameters, such as `self.params`.
           images: prepared images, as `preprocess` returns them.
           **more: further arguments of `vit_jax.models.Model.apply`.
+
+        Raises:
+          UserError: `rngs` is given, which only modules of Flax take.
         """
+        if "rngs" in more:
+            raise UserError(
+                f"rngs={fields.shown(more['rngs'])}: give key=KEY here; the module of "
+                "vit_jax.load_flax takes rngs"
+            )
         return self.model.apply(params, images, **more)
 
     def __call__(self, images: Images) -> Float[np.ndarray, "B K"]:
@@ -668,10 +631,3 @@ class PretrainedModel:
         channels = self.model.image_shape[-1]
         how = self.preprocessing
         return given_images.prepare(image, how, channels, prepare_pixels)
-
-
-def at_step(source: str | os.PathLike, step: int | None) -> str:
-    """Returns the address of the weights at a step of a run."""
-    if step is None:
-        return os.fspath(source)
-    return checkpoint_folders.at_step(source, step)

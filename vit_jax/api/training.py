@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import numpy as np
 
 from vit_jax import weights
-from vit_jax.api.pretrained_model import WeightsArguments, at_step
+from vit_jax.api.open_network import WeightsArguments, at_step
 from vit_jax.command_line.files import default_workdir, new_workdir
 from vit_jax.command_line.printing import print_line
 from vit_jax.config import arguments, fields, loading

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import UInt8
 
 from vit_jax.distributed import compilation, sharding
@@ -21,11 +22,14 @@ class LocalDevices:
 
     Args:
       model: network that the functions compute.
+      mesh: mesh of devices of this process that the parameters lie on; None for a copy
+        on each.
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, mesh: Mesh | None = None):
         self._options = compilation.options(bfloat16=model.config.rounds_products)
-        self._mesh = meshes.create(meshes.MeshConfig(), jax.local_devices())
+        self._split = mesh is not None
+        self._mesh = mesh or meshes.create(meshes.MeshConfig(), jax.local_devices())
         self._params = self._placed = None
         self._programs = {}
 
@@ -50,10 +54,11 @@ class LocalDevices:
         if name not in self._programs:
             self._programs[name] = self._compile(function)
         if params is not self._params:
-            replicated = meshes.replicated(self._mesh)
             self.release()
-            self._params = params
-            self._placed = jax.device_put(_to_process(params), replicated)
+            self._params = self._placed = params
+            if not self._split:
+                replicated = meshes.replicated(self._mesh)
+                self._placed = jax.device_put(_to_process(params), replicated)
         count, devices = patches.rows_of(pixels), self._mesh.devices.size
         pixels = patches.pad_batch(pixels, -(-rows // devices) * devices)
         pixels = jax.device_put(pixels, meshes.batched(self._mesh))

@@ -98,20 +98,29 @@ class Model:
         With a scan the values are the same, but stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
-        variables = self.module.init(key, images)
+        return self._params(self.initial(self.module.init(key, images)))
+
+    def initial(self, variables: dict) -> dict:
+        """Returns initial variables of `module` as `apply` of the module needs them.
+
+        Last kernels of branches are scaled, and blocks are stacked for a scan.
+        """
         params = initializers.scale_branches(variables["params"], self.config)
-        return self._params({**variables, "params": params})
+        return {**variables, "params": self._stack(params)}
 
     @property
     def shapes(self) -> Params:
         """Shapes and dtypes of the output of `init`."""
-        return self._params(network.shapes(self.module, self.image_shape))
+        variables = network.shapes(self.module, self.image_shape)
+        return self._params({**variables, "params": self._stack(variables["params"])})
+
+    def _stack(self, params: Params) -> Params:
+        stacked = self.config.stacked and not self.stateful
+        return stacking.stack(params) if stacked else params
 
     def _params(self, variables: dict) -> Params:
         params = variables["params"]
-        if self.stateful:
-            return {**params, STATE: variables[STATE]}
-        return stacking.stack(params) if self.config.stacked else params
+        return {**params, STATE: variables[STATE]} if self.stateful else params
 
     @_with_its_precision
     def apply(
@@ -138,7 +147,7 @@ class Model:
           A dict of float32 arrays: "logits" (batch, num_classes), unless `num_classes`
           is 0, and "pre_logits" (batch, width) if `representations` is True.
         """
-        _warn_of_fewer_bits(self.config.dtype, params, images)
+        self.warn_of_fewer_bits(params, images)
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
             return self.apply_and_update(params, images, key)[0]
@@ -168,6 +177,21 @@ class Model:
             mutable=[STATE],
         )
         return outputs, changed[STATE]
+
+    def warn_of_fewer_bits(self, params: Params, images: Images) -> None:
+        """Warns if parameters or images have fewer bits than the computation."""
+        dtype = self.config.dtype
+        for name, tree in (("params", params), ("images", images)):
+            for given in {x.dtype for x in jax.tree.leaves(tree)}:
+                if jnp.issubdtype(given, jnp.floating) and (
+                    given.itemsize < jnp.dtype(dtype).itemsize
+                ):
+                    warnings.warn(
+                        f"{name} are {given}, but the network computes in {dtype}; "
+                        f"to compute in {given}, build it with dtype={given.name!r} "
+                        "(load_flax, create_flax, load_model, create_model)",
+                        stacklevel=3,
+                    )
 
     def variables(self, params: Params) -> dict[str, Params]:
         """Returns the parameters as variable collections of Flax."""
@@ -201,7 +225,7 @@ class Model:
           Tokens (batch, prefix tokens + patches, width). A network that merges patches
           returns the patches of the last stage.
         """
-        _warn_of_fewer_bits(self.config.dtype, params, images)
+        self.warn_of_fewer_bits(params, images)
         given = {"visible": visible, "edit_patches": edit_patches}
         given = {name: value for name, value in given.items() if value is not None}
         return self.config.reader(self.module, images).apply(
@@ -269,7 +293,7 @@ class Model:
           UserError: the network does not have the layer or prefix tokens, or the module
             of a user's network does not have the argument `classify`.
         """
-        _warn_of_fewer_bits(self.config.dtype, params, images)
+        self.warn_of_fewer_bits(params, images)
         return layer_features.compute(
             self,
             params,
@@ -325,21 +349,6 @@ class Model:
                 f"model.variant={self.options['variant']!r} cannot be resized to another "
                 "image size: choose another variant"
             )
-
-
-def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:
-    """Warns if parameters or images have fewer bits than the dtype of the computation."""
-    for name, tree in (("params", params), ("images", images)):
-        for given in {x.dtype for x in jax.tree.leaves(tree)}:
-            if jnp.issubdtype(given, jnp.floating) and (
-                given.itemsize < jnp.dtype(dtype).itemsize
-            ):
-                warnings.warn(
-                    f"{name} are {given}, but the network computes in {dtype}; "
-                    f"to compute in {given}, build it with dtype={given.name!r} "
-                    "(create_model, load_model)",
-                    stacklevel=3,
-                )
 
 
 def build(

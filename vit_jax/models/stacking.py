@@ -139,6 +139,17 @@ def is_stacked(path: str) -> bool:
     return f"{ENCODER}/{BLOCK}/" in path
 
 
+def split_path(path: str) -> tuple[str, int | None]:
+    """Returns the path of a parameter in stacked blocks, and the number of its block.
+
+    The number is None for parameters outside the blocks.
+    """
+    match = re.match(rf"{ENCODER}/{_NUMBERED.pattern}/", path)
+    if not match:
+        return path, None
+    return f"{ENCODER}/{BLOCK}/{path[match.end() :]}", int(match[1])
+
+
 def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
     """Maps parameter paths to values.
 

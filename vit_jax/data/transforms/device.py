@@ -93,7 +93,9 @@ def apply_to_maps(
     return maps[..., 0] - 1
 
 
-def _levels(images: Images) -> Images:
+def _levels(
+    images: Num[Array | np.ndarray, "B H W C"],
+) -> Num[Array | np.ndarray, "B H W C"]:
     """Converts images of 16 bits to floats from 0 to 255."""
     if images.dtype != jnp.uint16:
         return images
@@ -101,11 +103,13 @@ def _levels(images: Images) -> Images:
 
 
 def normalize(
-    images: Images, mean: Sequence[float], std: Sequence[float]
-) -> Float[Array, "B H W C"]:
+    images: Num[Array | np.ndarray, "B H W C"],
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> Float[Array | np.ndarray, "B H W C"]:
     """Returns (images / 255 - mean) / std, with one mean and std, or one per channel.
 
-    Images of uint16 are divided by 65,535.
+    Images of uint16 are divided by 65,535. NumPy arrays stay NumPy arrays.
     """
     images = _levels(images)
     # One product and one sum per pixel; the constants are computed beforehand.

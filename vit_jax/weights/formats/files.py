@@ -5,6 +5,8 @@ Also writes every .safetensors file of this project.
 
 import dataclasses
 import json
+import math
+import mmap
 import os
 import pathlib
 import re
@@ -216,8 +218,9 @@ def _read_file(
         kind = _kind(path)
         if kind == "safetensors":
             with safetensors.safe_open(path, framework="np") as file:
+                mapped = _map(path)
                 names = file.keys()
-                arrays = {name: _array(file, name, path) for name in names}
+                arrays = {name: _array(file, name, path, mapped) for name in names}
                 return kind, arrays, file.metadata() or {}
         if kind == "npz":
             with zipfile.ZipFile(path) as archive:
@@ -237,7 +240,9 @@ def _read_file(
     return kind, torch_file.read(path, use_ema=use_ema, tell=tell), {}
 
 
-def _array(file, name: str, path: pathlib.Path) -> np.ndarray:
+def _array(
+    file, name: str, path: pathlib.Path, mapped: Mapping[str, np.ndarray]
+) -> np.ndarray:
     """Returns an array of an open safetensors file."""
     dtype = file.get_slice(name).get_dtype()
     if re.match(r"F\d(_|$)", dtype):  # NumPy does not have these types.
@@ -245,7 +250,52 @@ def _array(file, name: str, path: pathlib.Path) -> np.ndarray:
             f"{path}: {name} holds {dtype} numbers: give the weights as float16, "
             "bfloat16 or float32"
         )
-    return file.get_tensor(name)
+    return mapped[name] if name in mapped else file.get_tensor(name)
+
+
+def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the float32 arrays of a valid safetensors file, read when they are used.
+
+    They stay in the file until then, so that a large file is not copied to the host as
+    a whole; arrays of other types are converted when they are read.
+    """
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    header.pop("__metadata__", None)
+    return {
+        name: np.frombuffer(
+            memory,
+            np.float32,
+            math.prod(about["shape"]),
+            start + about["data_offsets"][0],
+        ).reshape(about["shape"])
+        for name, about in header.items()
+        if about["dtype"] == "F32" and math.prod(about["shape"])
+    }
+
+
+def _mapping(array: object) -> mmap.mmap | None:
+    """Returns the mapped file that holds the numbers of an array; None if none does."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    memory = array.obj if isinstance(array, memoryview) else None
+    return memory if isinstance(memory, mmap.mmap) else None
+
+
+def in_memory(array: np.ndarray) -> np.ndarray:
+    """Returns a contiguous array that does not change with the file it was read from."""
+    if _mapping(array) is None:
+        return np.ascontiguousarray(array).reshape(array.shape)
+    return np.array(array, order="C")
+
+
+def release(array: np.ndarray) -> None:
+    """Frees the memory that holds the parts of a mapped file that were read."""
+    memory = _mapping(array)
+    if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+        memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _kind(path: pathlib.Path) -> str:
