@@ -124,6 +124,11 @@ def load_model(
       >>> model
       PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
     """
+    if not isinstance(mesh, Mesh | None):
+        raise UserError(
+            f"mesh={fields.shown(mesh)}: give the result of "
+            "vit_jax.distributed.mesh.create"
+        )
     pretrained, how = open_network(
         source,
         options,

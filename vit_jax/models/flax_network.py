@@ -3,10 +3,15 @@
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
+
+_SEQUENCES = PatchSequences(None, None)  # Stands for images of any size.
 
 
 class FlaxNetwork(nn.Module):
@@ -31,12 +36,17 @@ class FlaxNetwork(nn.Module):
     model: Model
 
     def setup(self):
-        self.network = self.model.module.clone()
-        nn.share_scope(self, self.network)  # Parameters have the network's names.
+        config, module = self.model.config, self.model.module
+        # Parameters have the names of the network's.
+        self.of_one_size = module.clone()
+        nn.share_scope(self, self.of_one_size)
+        if not config.no_sequences:
+            self.of_any_size = config.reader(module, _SEQUENCES)
+            nn.share_scope(self, self.of_any_size)
 
     def __call__(
         self,
-        images: Float[Array, "B Y X C"] | PatchSequences,
+        images: Float[Array | np.ndarray, "B Y X C"] | PatchSequences,
         *,
         train: bool = False,
         **more: Any,
@@ -54,14 +64,19 @@ class FlaxNetwork(nn.Module):
           A dict of float32 arrays: "logits" (B, num_classes), unless `num_classes` is
           0, and "pre_logits" (B, width), the features, which a network from a user's
           module may lack.
+
+        Raises:
+          UserError: the network does not support sequences of patches.
         """
-        if not hasattr(images, "shape"):
-            key = self.make_rng("dropout") if train else None
-            params = self.variables["params"]
-            return self.model.apply(params, images, train=train, key=key)
         self.model.warn_of_fewer_bits(self.variables.get("params", {}), images)
-        with self.model.config.matmul_precision():
-            return self.network(images, train=train, **more)
+        network, config = self.of_one_size, self.model.config
+        images = jax.tree.map(jnp.asarray, images)
+        if isinstance(images, PatchSequences):
+            if config.no_sequences:
+                config.reader(self.model.module, images)  # Raises UserError.
+            network = self.of_any_size
+        with config.matmul_precision():
+            return network(images, train=train, **more)
 
     @nn.nowrap
     def init_with_output(self, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
