@@ -45,8 +45,8 @@ def check_call(text):
     if isinstance(call, ast.Call):
         args = [ast.literal_eval(arg) for arg in call.args]
         keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        if function is vit_jax.create_model:
-            function(*args, **keywords)
+        if name.startswith("create_"):
+            vit_jax.create_model(*args, **keywords)
         else:
             named = inspect.signature(function).parameters.keys()
             assert args[0].startswith(("hf://", "timm/"))

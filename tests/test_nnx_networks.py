@@ -1,5 +1,7 @@
 """`load_nnx`: trained, split, merged, saved, and back to a dict of Flax Linen."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TINY, write_weights
+from helpers import ROOT, TINY, write_weights
 from orbax.checkpoint import v1 as ocp
 
 import vit_jax
 from vit_jax.api import nnx_networks
+from vit_jax.data.preprocess import Preprocess
 
-SIZES = TINY | {"variant": "Ti/8", "depth": 2, "num_classes": 3, "image_size": (16, 24)}
+SIZES = TINY | {"variant": "Ti/8", "num_classes": 3, "image_size": (16, 24)}
 IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16, 24, 3), "f4"))
 LABELS = np.arange(5) % 3
 
@@ -100,3 +103,15 @@ def test_keys_of_dropout_and_running_means_are_variables(path, monkeypatch):
     network = vit_jax.load_nnx("")
     same(nnx.to_pure_dict(nnx.state(network, nnx.BatchStat)), variables["batch_stats"])
     same(network(IMAGES), module.apply(variables, IMAGES), rtol=0)
+
+
+def test_the_program_of_the_page_runs(tmp_path, capsys):
+    text = (ROOT / "docs" / "nnx.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    how = Preprocess((8, 8), mean=(0.5,), std=(0.5,))
+    sizes = TINY | {"variant": "Ti/4", "channels": 1, "num_classes": 10}
+    write_weights(tmp_path / "a.safetensors", (), how, **sizes | {"image_size": (8, 8)})
+    program = program.replace("runs/digits", str(tmp_path / "a.safetensors"))
+    exec(compile(program, "docs/nnx.md", "exec"), {})  # noqa: S102
+    numbers = [float(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert np.isfinite(numbers).all()
