@@ -47,6 +47,9 @@ def main(flags: argparse.Namespace) -> None:
     from vit_jax.weights import export
     from vit_jax.weights.hub import push
 
+    if flags.int8 and flags.to != "onnx":
+        raise UserError(f"--int8 is for --to=onnx, not --to={flags.to}; leave it out")
+    flags.to += "_int8" if flags.int8 else ""
     out = pathlib.Path(flags.out)
     export.check(flags.to, out, overwrite=flags.overwrite)
     if flags.push:
@@ -164,6 +167,7 @@ def parser() -> cli.Parser:
     add("--model", required=True, metavar="CHECKPOINT", help="weights, see above")
     add("--to", required=True, metavar="FORMAT", help="format, one of the names above")
     add("--out", required=True, help="folder or file to write")
+    add("--int8", action="store_true", help="round the weights of --to=onnx to int8")
     cli.add_step_flag(parser)
     add("--overwrite", action="store_true", help="replace an existing --out")
     add(
