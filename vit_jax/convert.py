@@ -21,6 +21,7 @@ or an address such as hf://owner/name. --to is one of
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
   onnx         the whole program for ONNX Runtime; needs: pip install -e '.[onnx]'
+  onnx_int8    the same with int8 weights, as --to=onnx --int8 writes it
 Class names and preprocessing are written into the formats that can hold them; flags
 replace the values stored with the source. --push=owner/name uploads the result with a
 model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left in

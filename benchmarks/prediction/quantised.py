@@ -9,7 +9,7 @@ channel, whose activations are quantised for each batch ("dynamic") or with rang
 --calibrate of the photographs ("static"); this project in float32; with matmul_dtype=bfloat16;
 and with int8 weights per channel that are multiplied by their scales in the program. Each
 round passes the first --timed photographs through each way in turn. Prints top-1, classes that equal those
-of the first way, size, and medians of images per CPU-second with the ratio to the float32 of
+of the first way, size, and medians of images/s with the ratio to the float32 of
 the same library; brackets hold the quartiles of the ratios of single rounds. At the end, products as
 AQT makes them: int8 activations per row by int8 weights, summed in int32, beside float32.
 """
