@@ -89,7 +89,7 @@ def test_the_page_trains_loads_and_loops(tmp_path, monkeypatch):
         (models, 7),
         (pretrained_model, 14),
         (flax_networks, 10),
-        (image_preprocess, 8),
+        (image_preprocess, 9),
         pytest.param(training, 22, marks=pytest.mark.slow),
         (callbacks, 5),
     ],

@@ -6,6 +6,7 @@ import io
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -75,6 +76,18 @@ def load(w, **more):
     return vit_jax.load_model(w, **more)
 
 
+def flax_of(w, **more):
+    return vit_jax.load_flax(w, tell=str, **more)
+
+
+def new_flax(**more):
+    return vit_jax.create_flax("Ti/8", **{"image_size": 16, "depth": 1, **more})
+
+
+def images_of(w, **more):
+    return vit_jax.load_preprocess(w, tell=str, **more)
+
+
 def predict(m, **more):
     return m.predict(PICTURE, **more)
 
@@ -114,6 +127,21 @@ VALUES = [
     ("load_model", load, "pixels", ("uint4",)),
     ("load_model", load, "bands", ((-1,),)),
     ("load_model", load, "fill", ((256,),)),
+    ("load_model", load, "mesh", (3,)),
+    ("load_flax", flax_of, "num_classes", (-1, "ten")),
+    ("load_flax", flax_of, "step", (3,)),
+    ("load_flax", flax_of, "use_ema", (3,)),
+    ("load_flax", flax_of, "dtype", ("int8",)),
+    ("load_flax", flax_of, "depth", (3,)),
+    ("load_flax", flax_of, "shardings", (3,)),
+    ("create_flax", vit_jax.create_flax, "variant", (3,)),
+    ("create_flax", new_flax, "channels", (0, "3")),
+    ("create_flax", new_flax, "dtype", ("int8",)),
+    ("create_flax", new_flax, "key", (3,)),
+    ("create_flax", new_flax, "shardings", (3,)),
+    ("load_preprocess", images_of, "std", ((0.0,),)),
+    ("load_preprocess", images_of, "crop_fraction", (np.nan,)),
+    ("load_preprocess", images_of, "dtype", ("bfloat16",)),
     ("predict", predict, "topk", (-1, 0, 2.0)),
     ("predict", predict, "threshold", (-0.1, 2, np.nan, "half")),
     ("train", train, "class_names", (3,)),
@@ -177,6 +205,20 @@ CALLS = {
         (lambda w: vit_jax.load_model(w, std=(np.nan,)), "std="),
         (lambda w: vit_jax.load_model(w, crop_fraction=2), "crop_fraction=2"),
         (lambda w: vit_jax.load_model(w, mean=(0.1, 0.2)), "mean=.*set mean to 1 or 3"),
+    ],
+    "load_flax": [
+        (lambda: vit_jax.load_flax(), "load_flax: .*'source'"),
+        (lambda w: flax_of(w, depht=3), "depht=3: .*Ti/8: .*depth.*width"),
+        (lambda w: flax_of(w, crop_fraction=0.5), "crop_fraction=0.5: .*Ti/8"),
+        (lambda w: flax_of(w, num_labels=3), "num_labels=3: .*num_classes"),
+        (lambda w: flax_of(w, shardings={"cls": 3}), "shardings lacks .*/bias"),
+        (lambda w: flax_of(w, shardings=jax.make_mesh((2,), ("x",))), "'data'"),
+    ],
+    "create_flax": [(lambda: new_flax(depht=3), "model.depht")],
+    "load_preprocess": [
+        (lambda w: images_of(w)(3), "images=3"),
+        (lambda w: images_of(w)(NAN), "image of float32"),
+        (lambda w: images_of(w, img_size=3), "is called image_size here"),
     ],
     "predict": [
         (lambda m: m.predict(), "predict: .*'images'"),

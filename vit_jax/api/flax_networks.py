@@ -12,6 +12,7 @@ from vit_jax.api.open_network import NetworkArguments, open_network
 from vit_jax.config import arguments
 from vit_jax.config.fields import key as field
 from vit_jax.data.config import MAX_CHANNELS
+from vit_jax.errors import UserError
 from vit_jax.models.flax_network import FlaxNetwork
 from vit_jax.weights import placement, surgery
 from vit_jax.weights.placement import Shardings
@@ -136,6 +137,8 @@ def create_flax(
         **options,
     )
     key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array):
+        raise UserError(f"key={key!r}: give a random key, such as jax.random.key(0)")
     where = placement.resolve(shardings, model)
     if where is None:
         return FlaxNetwork(model), model.init(key)

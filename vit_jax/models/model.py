@@ -103,7 +103,7 @@ class Model:
     def initial(self, variables: dict) -> dict:
         """Returns initial variables of `module` as `apply` of the module needs them.
 
-        Last kernels of branches are scaled, and blocks are stacked for a scan.
+        Last kernels of branches are scaled, and blocks get the layout of a scan.
         """
         params = initializers.scale_branches(variables["params"], self.config)
         return {**variables, "params": self._stack(params)}
@@ -115,8 +115,7 @@ class Model:
         return self._params({**variables, "params": self._stack(variables["params"])})
 
     def _stack(self, params: Params) -> Params:
-        stacked = self.config.stacked and not self.stateful
-        return stacking.stack(params) if stacked else params
+        return stacking.stack(params) if self.config.stacked else params
 
     def _params(self, variables: dict) -> Params:
         params = variables["params"]

@@ -100,8 +100,8 @@ def _arrays(params: dict, *, stacked: bool) -> Iterator[tuple[str, np.ndarray]]:
         groups.setdefault(name, {})[number] = value
     params.clear()
     del value
-    while groups:
-        name, parts = groups.popitem()
+    for name in [*groups]:
+        parts = groups.pop(name)
         if None in parts:
             yield name, parts[None]
         else:

@@ -22,7 +22,7 @@ class Pretrained:
     """A checkpoint with the names and options of this project.
 
     Attributes:
-      params: nested dict of NumPy arrays.
+      params: nested dict of NumPy arrays, which may be read-only views of a mapped file.
       options: arguments of `models.create` that build the network of the parameters:
         variant, num_classes, image_size, channels, pool, activation, ...
       format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "dino",

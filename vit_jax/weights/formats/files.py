@@ -59,7 +59,8 @@ class Tensors:
     """Content of a file or folder, under the names in the file.
 
     Attributes:
-      flat: arrays by name.
+      flat: arrays by name; those of a safetensors file may be read-only views of the
+        mapped file, which must not be truncated meanwhile.
       metadata: metadata in the safetensors header.
       sidecars: content of the JSON files that describe the weights, by file name.
       path: path of the file or folder.
