@@ -70,10 +70,10 @@ def test_a_folder_becomes_a_model(place, capsys):
     for line in (
         r"data.image_size         images of 32 pixels (the size of the weights (32))",
         r"batch_size              batches of 16 (from the number of images)",
-        r"checkpoint.best_metric  the best checkpoint by val/top1",
+        r"checkpoint.best_metric  the last checkpoint (4 images to validate on",
     ):
         assert line in out
-    assert "on 4 images of val, which also chose the checkpoint" in out
+    assert "on 4 images of val\n" in out  # They chose nothing.
     config = json.loads((run / "finetune.json").read_text())
     assert config["data"]["class_balance"] == ""
     report = json.loads((run / "report.json").read_text())
@@ -107,7 +107,8 @@ def test_a_folder_becomes_a_model(place, capsys):
     assert (
         f"calibration: temperature {decisions['temperature']:.3g}, from 4 images" in out
     )
-    assert decisions["fitted"]["chose_checkpoint"] and len(decisions["scores"]) == 4
+    assert not decisions["fitted"]["chose_checkpoint"]
+    assert len(decisions["scores"]) == 4
     photo = place / "photos/val/ant/0.png"
     logits = model(photo)[0] / decisions["temperature"]
     best = model.predict(photo, topk=1)[0]
@@ -151,6 +152,7 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
 @pytest.mark.usefixtures("uneven")
 def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.eval_every_steps=2"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
     with pytest.raises(UserError, match="is chosen for sgd only; set --config.optim"):
         command(place, *words, photos="uneven")
@@ -192,6 +194,7 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
 ):
     words = [f"--workdir={tmp_path / 'one'}", "--minutes=0", "--config.total_steps=4"]
     words += ["--config.eval_every_steps=1"]
+    words += ["--config.checkpoint.best_metric=val/top1"]
     assert command(place, *words) == 0
     out = capsys.readouterr().out
     assert (
@@ -217,7 +220,7 @@ def test_groups_are_given_as_a_rule_a_column_or_values(place, tmp_path, chosen):
     rows = list(csv.DictReader((tmp_path / "a" / "split.csv").read_text().splitlines()))
     sides = {(row["group"], row["split"]) for row in rows}
     assert len(sides) == len({group for group, _ in sides}) > 5
-    assert config.data.group_key == ""  # The list says it.
+    assert config.data.group_key == "group"  # A column of the list.
     record = json.loads((tmp_path / "a" / "finetune.json").read_text())
     assert record["data"]["data_dir"] == str(tmp_path / "a" / "split.csv")
     images = np.zeros((40, 8, 8), np.uint8)
@@ -246,7 +249,10 @@ def test_groups_are_given_as_a_rule_a_column_or_values(place, tmp_path, chosen):
 def test_folds_score_all_images(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path / 'folds'}", "--minutes=0"]
     words += ["--config.total_steps=2"]
-    assert command(place, *words, "--folds=2", photos="photos/train") == 0
+    (place / "tested").mkdir()  # Test images are not those of the folds.
+    for name, split in (("train", "train"), ("test", "val")):
+        (place / "tested" / name).symlink_to(place / "photos" / split)
+    assert command(place, *words, "--folds=2", photos="tested") == 0
     out = capsys.readouterr().out
     assert (
         "on 19 images, each scored by the one of 2 runs that was not trained on it"
@@ -257,7 +263,7 @@ def test_folds_score_all_images(place, tmp_path, capsys):
     assert not validated[0] & validated[1]
     assert len(validated[0] | validated[1]) == 19
     with pytest.raises(UserError, match="another command.*--folds"):
-        command(place, *words, photos="photos/train")
+        command(place, *words, photos="tested")
 
 
 def _validated(run):
@@ -307,7 +313,7 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
     config = chosen(place, f"--workdir={tmp_path / 'a'}", *words)
     assert (config.batch_size, config.data.image_size) == (8, (16, 16))
     assert (config.optim.learning_rate, config.ema.decay) == (0.5, 0)
-    assert config.total_steps == round(30 * 19 / 8)
+    assert config.total_steps == 300 * 16 / 8  # As many images as in 300 steps of 16.
     # No step was taken there: another command may take its place.
     words[1] = "--config.batch_size=5"
     assert chosen(place, f"--workdir={tmp_path / 'a'}", *words).batch_size == 5

@@ -40,6 +40,9 @@ def place(tmp_path_factory):
     (root / "both.csv").write_text("\n".join(lines))
     ages = [",".join(line.split(",")[:2]) for line in lines]
     (root / "ages.csv").write_text("\n".join(ages))
+    split = ["split", *("val" if i % 5 else "train" for i in range(COUNT))]
+    rows = (f"{line},{name}" for line, name in zip(lines, split, strict=True))
+    (root / "gap.csv").write_text("\n".join(rows))
     return root
 
 
@@ -167,6 +170,7 @@ def test_several_columns_from_python_with_missing_numbers(place, tmp_path):
     ("words", "message"),
     [
         (["both.csv"], "age, kg: give the numbers to predict with --target"),
+        (["gap.csv", "--target=age,kg"], r"no image of the split .* in 'kg'"),
         (["both.csv", "--target=path"], "row 1 has '0.png' in 'path'"),
         (["both.csv", "--target=size"], "data.target_key='size'.*path, age, kg"),
         (

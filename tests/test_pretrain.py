@@ -131,6 +131,12 @@ def test_weights_go_on_with_the_loss_that_suits_them(place, chosen, capsys):
         config = chosen(place / "photos", weights, f"--method={how}", size, *SHORT)
         assert config.data.train_transform.startswith(crops)
         assert config.data.image_size == (16, 16)
+    for removed, best in (("knn", "rank/rankme"), ("val", "knn/top1")):
+        words = weights, f"--config.evals.{removed}=None"
+        assert chosen(place / "labelled", *words, *SHORT).checkpoint.best_metric == best
+    config = chosen(place / "labelled", weights, "--config.evals=None", *SHORT)
+    assert not config.evals and not config.checkpoint.best_metric
+    assert "the last checkpoint (without evaluations)" in capsys.readouterr().out
     config = chosen(place / "photos", weights, "--lora=3", *SHORT)
     assert config.task.name == "adapters" and config.task.rank == 3
     assert config.task.of.name == "dinov2"
@@ -168,7 +174,6 @@ def test_the_method_follows_from_the_weights(task, form, expected):
         (["--lora=2"], "lora=2 .*give a model"),
         (["--config.task.name=dino"], "config.task.name: --method sets it"),
         (["--config.evals.other.k=3"], "evals.other"),
-        (["--config.evals.val=None"], "checkpoint.best_metric='val/loss'"),
         (["--variant=R50x1", "--method=mae"], r"method='mae'.*'R50x1'.*no patches"),
         (["--variant=R50x1", "--method=dinov2"], r"method='dinov2'.*'R50x1'"),
     ],

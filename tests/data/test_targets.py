@@ -14,9 +14,9 @@ from PIL import Image
 from tfds_sets import builder_class, png
 
 from vit_jax.data import pipeline
-from vit_jax.data.fields.target import number, read_targets
+from vit_jax.data.fields.target import check_precision, number, read_targets
 from vit_jax.data.fingerprint import differences, fingerprint
-from vit_jax.data.sources.arrays import open_arrays
+from vit_jax.data.sources.arrays import check_pair, open_arrays
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 
@@ -226,6 +226,26 @@ def test_a_source_without_numbers_is_refused(make):
 def test_cells_are_numbers_or_missing(value, expected):
     found = number(value, "age")
     assert np.isnan(found) if expected is None else found == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([1.7e9, 1.7e9 + 20, 1.7e9 + 50], "1700000000 to 1700000050"),
+        ([1.0, 1e39, 2.0], r"1 to 1e\+39"),
+        ([1e-44, 2e-44, 3.1e-44], "1e-44"),
+        ([1e6, 1e6 + 9.5, 1e6 + 20.25], ""),
+        ([1e30, 2e30, 3e30], ""),
+    ],
+)
+def test_numbers_that_float32_cannot_tell_apart_are_refused(values, problem):
+    if not problem:
+        return check_precision(np.array(values), "age")
+    with pytest.raises(UserError, match=f"age has numbers from .*{problem}"):
+        check_precision(np.array(values), "age")
+    with pytest.raises(UserError, match=f"data train: targets.*{problem}"):
+        pair = np.zeros((3, *SIZE), np.uint8), np.array(values)
+        check_pair("data train: ", *pair, (), num_targets=1)
 
 
 @pytest.mark.parametrize("value", ["3,5", "inf", [1], "old"])

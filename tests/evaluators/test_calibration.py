@@ -153,3 +153,28 @@ def test_decisions_are_stored_as_json():
     text = json.dumps(found.to_json())
     assert Calibration.of_json(json.loads(text)) == found
     assert Calibration.of_json({**json.loads(text), "later": 1}) == found
+
+
+def test_cross_fitting_keeps_groups_together():
+    rng = np.random.default_rng(6)
+    groups = rng.integers(0, 7, 60)
+    outputs = drawn(rng, 60)._replace(groups=groups)
+    parts = calibration._parts(outputs)
+    assert len({*parts}) == 5
+    assert all(len({*parts[groups == one]}) == 1 for one in range(7))
+    alone = calibration._parts(outputs._replace(groups=np.zeros(60)))
+    assert sorted(np.bincount(alone)) == [12] * 5
+    assert calibration.measure(outputs, None, ONE)["images"] == 60
+
+
+def test_calibrated_parameters_have_calibrated_logits():
+    rng = np.random.default_rng(7)
+    features = rng.normal(size=(9, 4))
+    head = {"kernel": rng.normal(size=(4, 3)), "bias": rng.normal(size=3)}
+    found = Calibration(temperature=1.7, bias=-0.4)
+    scaled = found.in_params({"head": head, "other": 1})
+    logits, other = (
+        features @ one["kernel"] + one["bias"] for one in (head, scaled["head"])
+    )
+    np.testing.assert_allclose(other, found.scale(logits))
+    assert scaled["other"] == 1 and Calibration().in_params(head) is head

@@ -6,7 +6,7 @@ from scipy import stats
 from sklearn import linear_model, metrics
 
 from vit_jax.evaluators import numbers, ridge
-from vit_jax.evaluators.regression import resampled_means, score
+from vit_jax.evaluators.regression import resampled_counts, score
 from vit_jax.models.targets import Decoded, Targets
 
 N = 157
@@ -68,8 +68,34 @@ def test_intervals_are_those_of_scipys_bootstrap():
         width = expected.high - expected.low
         assert found[f"{name}_low"] == pytest.approx(expected.low, abs=width / 8)
         assert found[f"{name}_high"] == pytest.approx(expected.high, abs=width / 8)
-    same = [resampled_means(predicted, 30) for _ in range(2)]
+    same = [next(resampled_counts(N, 30)) for _ in range(2)]
     np.testing.assert_array_equal(*same)
+
+
+def test_ranks_are_those_of_each_resample():
+    rng = np.random.default_rng(4)
+    truth = rng.integers(0, 4, 11).astype(float)  # With ties.
+    predicted = truth + rng.integers(-2, 3, 11)
+    found = score(Decoded(predicted[:, None]), truth[:, None], targets("age"), 300)
+    drawn = []
+    for counts in np.concatenate([*resampled_counts(11, 300)]).astype(int):
+        pair = np.repeat(truth, counts), np.repeat(predicted, counts)
+        drawn.append(stats.spearmanr(*pair).statistic if min(map(np.ptp, pair)) else 0)
+    expected = np.percentile(drawn, (2.5, 97.5))
+    ends = [found.metrics[f"spearman_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1e-12, 0), (1e20, 0), (1e-3, 1e6)])
+def test_r2_does_not_depend_on_the_unit(scale, offset):
+    predicted, truth = (x[:, 1:] for x in drawn())
+    known = score(Decoded(predicted), truth, targets("age"), 100).metrics
+    other = (scale * x + offset for x in (predicted, truth))
+    found = score(Decoded(next(other)), next(other), targets("age"), 100).metrics
+    for name in ("r2", "r2_low", "spearman", "spearman_high"):
+        assert found[name] == pytest.approx(known[name], rel=1e-4), name
+    constant = np.full((7, 1), 123456789.1)  # Its mean is rounded.
+    assert score(Decoded(constant + 1), constant, targets("age")).metrics["r2"] == 0
 
 
 def test_levels_have_kappa_coverage_and_a_confusion_matrix():
@@ -97,6 +123,10 @@ def test_what_is_undefined_is_zero():
     assert found["r2"] < 0
     equal = score(constant, np.full((4, 1), 2.0), targets("age")).metrics
     assert (equal["r2"], equal["mae"]) == (0, 1)
+    pair = targets("age", "kg"), np.full((4, 2), np.nan)
+    pair[1][:, 0] = [1, 2, 3, 4]
+    one = score(Decoded(np.ones((4, 2))), pair[1], pair[0]).metrics
+    assert one["mae"] == one["mae/age"] == 1.5 and "mae/kg" not in one
     nothing = score(constant, np.full((4, 1), np.nan), targets("age")).metrics
     assert nothing["examples"] == 0
 

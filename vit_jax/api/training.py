@@ -108,7 +108,9 @@ def train(
     """
     arrays, sections = {}, {}
     if data is not None:
-        count = len(names_in(_target_key(config, overrides)))
+        config = _raw(config, TrainConfig)
+        key = config.get("data", {}).get("target_key", "")
+        count = len(names_in(overrides.get("data.target_key", key)))
         arrays = _arrays(data, "train", class_names, num_targets=count)
         sections = _training_sections(arrays, class_names, labelled=not count)
     complete = _config(config, overrides, sections)
@@ -418,17 +420,6 @@ def train_setup(
     return setups.build(complete, meshes.create(complete.mesh), num_examples)
 
 
-def _target_key(config, overrides: Mapping) -> str:
-    """Returns `data.target_key` of a recipe, mapping or config with overrides."""
-    if "data.target_key" in overrides:
-        return overrides["data.target_key"]
-    if isinstance(config, TrainConfig | EvaluationConfig):
-        return config.data.target_key
-    if isinstance(config, str | os.PathLike):
-        config = loading.read(TrainConfig, os.fspath(config))
-    return (config or {}).get("data", {}).get("target_key", "")
-
-
 def _training_sections(
     arrays: Mapping[str, Arrays], class_names: Sequence[str], *, labelled: bool
 ):
@@ -547,18 +538,22 @@ def _config(
     config, overrides: Mapping, sections: Mapping | None = None, cls=TrainConfig
 ):
     """Completes a config; `sections` are functions that change it before overrides."""
-    if isinstance(config, str | os.PathLike):
-        raw = loading.read(TrainConfig, os.fspath(config))
-    elif isinstance(config, Mapping):
-        raw = copy.deepcopy(dict(config))
-    elif isinstance(config, cls):
-        raw = fields.to_dict(config)
-    else:
-        raise UserError(
-            f"config={fields.shown(config)} is {type(config).__name__}: give the file of a recipe, "
-            f"a mapping of its keys or a {cls.__name__}"
-        )
+    raw = _raw(config, cls)
     for name, change in (sections or {}).items():
         raw[name] = change(raw.get(name, {}))
     loading.override(TrainConfig, raw, overrides)
     return loading.complete(cls, raw)
+
+
+def _raw(config, cls: type) -> dict:
+    """Returns a copy of the keys of a recipe, a mapping or a config."""
+    if isinstance(config, str | os.PathLike):
+        return loading.read(TrainConfig, os.fspath(config))
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if isinstance(config, cls):
+        return fields.to_dict(config)
+    raise UserError(
+        f"config={fields.shown(config)} is {type(config).__name__}: give the file of a "
+        f"recipe, a mapping of its keys or a {cls.__name__}"
+    )

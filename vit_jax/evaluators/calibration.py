@@ -5,15 +5,17 @@ These are a temperature, thresholds for several labels, and conformal prediction
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Shaped
 from scipy import optimize, special
 
+from vit_jax.data import groups
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
@@ -35,10 +37,37 @@ _HALF = 0.5
 
 
 class Outputs(NamedTuple):
-    """Logits of held-out images, (N, K), and 0 or 1 for each of their classes, (N, K)."""
+    """Logits of held-out images, and 0 or 1 for each of their classes.
+
+    `groups` has the group of each image, see data/groups.py; None if they are unknown.
+    """
 
     logits: Float[np.ndarray, "N K"]
     labels: Integer[np.ndarray, "N K"]
+    groups: Shaped[np.ndarray, " N"] | None = None
+
+    @classmethod
+    def of(cls, seen: forward_passes.Outputs, source: Source, title: str) -> "Outputs":
+        """Returns the logits and labels of a pass over a source.
+
+        Raises:
+          UserError: logits are not finite; the message has the split's `title`.
+        """
+        if not np.isfinite(seen.logits).all():
+            raise UserError(
+                f"the outputs for {title} are not finite: the checkpoint is damaged, or "
+                "diverged in training"
+            )
+        labels, known = seen.labels, source.record_groups
+        if labels.ndim == 1:
+            labels = np.eye(seen.logits.shape[1], dtype=np.int32)[labels]
+        if known is not None:
+            known = np.array(known)[seen.records]
+        return cls(seen.logits, labels, known)
+
+    def take(self, images: np.ndarray) -> "Outputs":
+        """Returns the outputs of some images, without their groups."""
+        return Outputs(self.logits[images], self.labels[images])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +238,8 @@ def _decide(found: Calibration, logits: np.ndarray) -> _Decided:
 def measure(fitted_on: Outputs, test: Outputs | None, what: What) -> dict[str, object]:
     """Returns scores before and after the calibration, of images it was not fitted on.
 
-    Without test images, the images are cut into 5 parts, and each part is scored with
-    the decisions that were fitted on the others (cross-fitting).
+    Without test images, the images are cut into 5 parts, which keep groups together, and
+    each part is scored with the decisions that were fitted on the others (cross-fitting).
 
     Returns:
       "ece" and "loss" (nats), pairs of before and after, with `what.scale`; "micro_f1"
@@ -219,29 +248,33 @@ def measure(fitted_on: Outputs, test: Outputs | None, what: What) -> dict[str, o
       "images".
     """
     if test is None:
-        rng = np.random.default_rng(0)
-        order = rng.permutation(len(fitted_on.logits))
-        parts = [part for part in np.array_split(order, FOLDS) if len(part)]
+        parts = _parts(fitted_on)
         pairs = [
-            (
-                Outputs(*(np.delete(each, part, 0) for each in fitted_on)),
-                Outputs(*(each[part] for each in fitted_on)),
-            )
-            for part in parts
-            if len(part) < len(order)
+            (fitted_on.take(parts != p), fitted_on.take(parts == p))
+            for p in np.unique(parts)
         ]
     else:
         pairs = [(fitted_on, test)]
     decided = [_decide(fit(one, what), other.logits) for one, other in pairs]
-    scored = Outputs(*map(np.concatenate, zip(*(other for _, other in pairs))))
+    logits, labels = (np.concatenate([each[i] for _, each in pairs]) for i in range(2))
     common = set.intersection(*({*each.sets} for each in decided))
     after = _Decided(
         np.concatenate([each.probabilities for each in decided]),
         np.concatenate([each.predicted for each in decided]),
         {c: np.concatenate([each.sets[c] for each in decided]) for c in common},
     )
-    before = _decide(Calibration(sigmoid=what.sigmoid), scored.logits)
-    return _scores(before, after, scored.labels, what)
+    before = _decide(Calibration(sigmoid=what.sigmoid), logits)
+    return _scores(before, after, labels, what)
+
+
+def _parts(outputs: Outputs) -> Integer[np.ndarray, " N"]:
+    """Returns the part of each image for cross-fitting: random, or of whole groups."""
+    count = len(outputs.logits)
+    different = 0 if outputs.groups is None else len(np.unique(outputs.groups))
+    if different > 1:
+        names = outputs.groups.tolist()
+        return groups.folds(names, None, min(FOLDS, different), "data.group_key")
+    return np.random.default_rng(0).permutation(count) % min(FOLDS, count)
 
 
 def _scores(
@@ -315,21 +348,12 @@ def outputs_of(
         found = forward_passes.collect_outputs(
             step, params, batches, mesh, title=opened.title
         )
-    logits, labels = found[PARAMS_NAME].logits, found[PARAMS_NAME].labels
-    if not np.isfinite(logits).all():
-        raise UserError(
-            f"the outputs for {opened.title} are not finite: the checkpoint is damaged, "
-            "or diverged in training"
-        )
-    if labels.ndim == 1:
-        labels = np.eye(logits.shape[1], dtype=np.int32)[labels]
-    return Outputs(logits, labels), opened.split
+    return Outputs.of(found[PARAMS_NAME], opened.source, opened.title), opened.split
 
 
 def calibrate(
     pretrained: Pretrained,
-    preprocess: Preprocess,
-    config,
+    compute: Callable[[str], tuple[Outputs, str]],
     split: str,
     test: str = "",
     *,
@@ -339,7 +363,8 @@ def calibrate(
     """Fits the decisions of a model on a split, and measures them on another.
 
     Args:
-      pretrained, preprocess, config: arguments of `outputs_of`.
+      pretrained: the model.
+      compute: function of a split that returns its outputs and name, see `outputs_of`.
       split: split to fit on.
       test: split to measure on; "" cross-fits `split`, see `measure`.
       scale: whether to fit temperature and sets; if not, only thresholds.
@@ -355,12 +380,12 @@ def calibrate(
             "a model of classes"
         )
     what = What(pretrained.loss == "sigmoid", pretrained.multi_label, scale)
-    outputs, split = outputs_of(pretrained, preprocess, config, split)
+    outputs, split = compute(split)
     if len(outputs.logits) < 2:
         raise UserError(f"split {split!r} has one image: calibrate on two or more")
     tested = None
     if test:
-        tested, test = outputs_of(pretrained, preprocess, config, test)
+        tested, test = compute(test)
     if test == split:  # Both are the only split that exists.
         tested, test = None, ""
     measured = measure(outputs, tested, what)

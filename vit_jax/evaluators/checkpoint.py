@@ -47,6 +47,8 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates a checkpoint; every process of the job calls it.
 
+    The logits of a calibrated checkpoint are scaled by its temperature.
+
     Args:
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of its images.
@@ -62,6 +64,8 @@ def evaluate(
     """
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
+    if pretrained.calibration:
+        params = pretrained.calibration.in_params(params)
     sigmoid = None if pretrained.targets else pretrained.loss == "sigmoid"
     model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
     axes, rules = model.config.model_axes, config.sharding.rules

@@ -201,10 +201,10 @@ def make_eval_step(
         if wanted.logits:
             values["logits"] = logits
         if wanted.predictions:
-            values["predictions"] = _predict(logits, logits.shape[-1], labels)
+            values["predictions"] = predict(logits, logits.shape[-1], labels)
         if wanted.restricted:
             logits = logits.at[:, others].set(-jnp.inf)
-            values["restricted"] = _predict(logits, len(wanted.restricted), labels)
+            values["restricted"] = predict(logits, len(wanted.restricted), labels)
         return Outputs(**values), batch["mask"]
 
     replicated = meshes.replicated(mesh)
@@ -218,8 +218,11 @@ def make_eval_step(
     )
 
 
-def _predict(logits: Array, num_classes: int, labels: Array | None) -> Predictions:
-    """Returns the best of the first `num_classes` classes, with losses if labelled."""
+def predict(logits: Array, num_classes: int, labels: Array | None) -> Predictions:
+    """Returns the predictions of logits, (N, K), with losses if there are labels.
+
+    At most `num_classes` classes are kept for each example.
+    """
     log_probs = jax.nn.log_softmax(logits)
     best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
     predictions = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, UInt8
 
 from vit_jax.data import image_files
 from vit_jax.data.preprocess import Preprocess
@@ -17,7 +17,6 @@ from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.evaluators.augmented import augment
-from vit_jax.models import patches
 from vit_jax.models.targets import Decoded, Targets
 from vit_jax.weights import surgery
 from vit_jax.weights.network_images import network_input, prepare_image
@@ -90,6 +89,16 @@ class NumberPredictor:
         self._params = jax.device_put(params)
         self._outputs = jax.jit(outputs, compiler_options=options)
 
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "H W C"], name: str = ""
+    ) -> prediction.Prepared:
+        """Decodes, resizes and crops an image; see `network_images.prepare_image`."""
+        return prepare_image(data, self._preprocess, self._channels, name)
+
+    def logits(self, images: prediction.Prepared) -> Float[Array, "B L"]:
+        """Returns the network's output for a batch of prepared images."""
+        return self._outputs(self._params, images)
+
     def predict(
         self,
         images: Iterable[image_files.Named],
@@ -106,22 +115,11 @@ class NumberPredictor:
         Raises:
           UserError: the network's output is not finite.
         """
-
-        def prepare(data, name):
-            return prepare_image(data, self._preprocess, self._channels, name)
-
-        def compute(pixels, rows):
-            pixels = patches.pad_batch(pixels, rows)
-            return np.asarray(self._outputs(self._params, pixels))
-
         how = {"batch_size": batch_size, "threads": threads}
-        for name, values in prediction.stream(images, prepare, compute, **how):
-            if isinstance(values, str):
-                yield name, values
-                continue
-            prediction.check_finite(values, name)
-            (numbers,) = numbers_of(values[None], self.targets)
-            yield name, numbers
+        for name, values in prediction.outputs(self, images, **how):
+            if not isinstance(values, str):
+                (values,) = numbers_of(values[None], self.targets)
+            yield name, values
 
 
 def numbers_of(

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -246,16 +246,45 @@ def predict(
       UserError: the network's output is not finite.
     """
 
+    how = {"batch_size": batch_size, "threads": threads}
+    for name, values in outputs(classifier, images, **how):
+        if not isinstance(values, str):
+            values = classifier.rank(values, topk, threshold)
+        yield name, values
+
+
+class Predictor(Protocol):
+    """A network with a preprocessing, such as a `Classifier`."""
+
+    def prepare(self, data: bytes, name: str) -> Prepared: ...
+    def logits(self, images: Prepared) -> Float[Array, "B K"]: ...
+
+
+def outputs(
+    network: Predictor,
+    images: Iterable[image_files.Named],
+    *,
+    batch_size: int = 32,
+    threads: int | None = None,
+) -> Iterator[tuple[str, Float[np.ndarray, " K"] | str]]:
+    """Yields the name of an image and its logits, or why it cannot be read.
+
+    Args:
+      network: network to apply.
+      images, batch_size, threads: arguments of `stream`.
+
+    Raises:
+      UserError: the network's output is not finite.
+    """
+
     def compute(pixels, rows):
-        return np.asarray(classifier.logits(patches.pad_batch(pixels, rows)))
+        return np.asarray(network.logits(patches.pad_batch(pixels, rows)))
 
     how = {"batch_size": batch_size, "threads": threads}
-    for name, values in stream(images, classifier.prepare, compute, **how):
-        if isinstance(values, str):
-            yield name, values
-            continue
-        check_finite(values, name)
-        yield name, classifier.rank(values, topk, threshold)
+    for name, values in stream(images, network.prepare, compute, **how):
+        if not isinstance(values, str):
+            check_finite(values, name)
+        yield name, values
 
 
 def check_finite(values: Float[np.ndarray, "..."], name: str) -> None:

@@ -1,13 +1,13 @@
 """Regression of a split: errors of predicted numbers, with bootstrap intervals.
 
-Letters: N examples, T targets, K levels, R resamples, S sums.
+Letters: N examples, T targets, K levels, R resamples.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -57,6 +57,11 @@ class RegressionConfig(EvalConfig):
 
         def score_outputs(outputs, stop):
             (result,) = outputs
+            if np.isnan(result.fields[NAME]).all():
+                raise UserError(
+                    f"evals.{name}: no image of {split.title} has a number in "
+                    f"{', '.join(split.data.targets)}: choose a split that has"
+                )
             decoded = targets.decode(result.logits.astype(np.float64))
             return score(decoded, result.fields[NAME], targets, self.resamples)
 
@@ -111,15 +116,17 @@ def score(
       their 95 % intervals, if there are intervals. Each has an interval, from mae_low
       to mae_high. With several targets the names are mae/NAME, and mae is the mean over
       the targets, of mae and rmse in standard deviations of the training images. A
-      value that is undefined, as the correlation of equal predictions, is 0. Ordinal
+      target without values is left out of both, unless no target has any. A value that
+      is undefined, as the correlation of equal predictions, is 0. Ordinal
       targets also have a confusion matrix if there is one.
     """
     truth = truth.astype(np.float64)
     present = ~np.isnan(truth)
-    scores = [
-        _score_one(decoded, truth[:, t], present[:, t], targets, t, resamples)
-        for t in range(len(targets.names))
-    ]
+    known = np.flatnonzero(present.any(0)).tolist() or range(len(targets.names))
+    scores = {
+        t: _score_one(decoded, truth[:, t], present[:, t], targets, t, resamples)
+        for t in known
+    }
     metrics = _named_metrics(scores, targets)
     if len(targets.names) > 1:
         metrics |= {
@@ -145,12 +152,13 @@ def _score_one(
     true, predicted = truth[present], decoded.values[present, t].astype(np.float64)
     if not len(true):
         true = predicted = np.zeros(1)
+    # Standardised, because the variance of large or tiny numbers would lose digits.
+    scale = true.std() if np.ptp(true) else math.inf
     terms = {
         "error": np.abs(predicted - true),
         "square": np.square(predicted - true),
-        # Centred, because the variance of large numbers would lose digits.
-        **_products(t=true - true.mean()),
-        **_products(r=_ranks(true), s=_ranks(predicted)),
+        "relative": np.square((predicted - true) / scale),
+        **_products(t=(true - true.mean()) / scale),
     }
     if targets.levels:
         places = [np.searchsorted(targets.levels, x) for x in (true, predicted)]
@@ -159,12 +167,20 @@ def _score_one(
         low, high = (x[present, t] for x in (decoded.low, decoded.high))
         terms["inside"] = (low <= true) & (true <= high)
     table = np.stack([np.asarray(x, np.float64) for x in terms.values()], 1)
+    pair = _Ties.of(true), _Ties.of(predicted)
 
-    def metrics(means):
-        return _metrics(dict(zip(terms, np.moveaxis(means, -1, 0), strict=True)))
+    def metrics(counts):
+        means = counts @ table / len(table)
+        of_means = _metrics(dict(zip(terms, np.moveaxis(means, -1, 0), strict=True)))
+        return of_means | {"spearman": _rank_correlation(counts, *pair)}
 
-    values = metrics(table.mean(0))
-    return values, metrics(resampled_means(table, resamples)) if resamples else {}
+    values = {k: v[0] for k, v in metrics(np.ones((1, len(table)))).items()}
+    blocks = [metrics(counts) for counts in resampled_counts(len(table), resamples)]
+    return values, {
+        name: np.concatenate([each[name] for each in blocks])
+        for name in values
+        if blocks
+    }
 
 
 def _products(**columns: np.ndarray) -> dict[str, np.ndarray]:
@@ -174,78 +190,101 @@ def _products(**columns: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _metrics(means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns metrics of the means of the terms of `_score_one`, each () or (R,)."""
-
-    def covariance(x, y):
-        return means[x + y] - means[x] * means[y]
-
-    def ratio(total, count):
-        undefined = count < 1e-18  # The variance of equal numbers, rounded.
-        return np.where(undefined, 0, total / np.where(undefined, 1, count))
-
-    variance = covariance("t", "t")
-    spread = covariance("r", "r") * covariance("s", "s")
+    """Returns metrics of the means of the terms of `_score_one`, each (R,)."""
+    variance = means["tt"] - np.square(means["t"])
     metrics = {
         "mae": means["error"],
         "rmse": np.sqrt(means["square"]),
-        "r2": ratio(variance - means["square"], variance),
-        "spearman": ratio(covariance("r", "s"), np.sqrt(np.maximum(spread, 0))),
+        "r2": _ratio(variance - means["relative"], variance),
     }
     if "ab" in means:
         observed = means["aa"] + means["bb"] - 2 * means["ab"]
         expected = means["aa"] + means["bb"] - 2 * means["a"] * means["b"]
-        metrics["qwk"] = ratio(expected - observed, expected)
+        metrics["qwk"] = _ratio(expected - observed, expected)
     if "inside" in means:
         metrics["coverage"] = means["inside"]
     return metrics
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Returns ranks from 0 to 1, equal ones of equal values."""
-    from scipy import stats
+def _ratio(total: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Returns total / whole, 0 where `whole` is the rounded variance of equal numbers."""
+    undefined = whole < 1e-12
+    return np.where(undefined, 0, total / np.where(undefined, 1, whole))
 
-    return stats.rankdata(values) / len(values)
 
+class _Ties(NamedTuple):
+    """Examples by increasing value: their order, and where each value begins.
 
-def resampled_means(
-    table: Float[np.ndarray, "N S"], resamples: int
-) -> Float[np.ndarray, "R S"]:
-    """Returns the means of columns over bootstrap resamples of the rows.
-
-    The resamples depend only on their number and on N. Ranks in the table are those
-    among all rows, so that the rank correlation of a resample is approximate.
+    `value` is the number of each example's value among the different values, (N,).
     """
-    N = len(table)
+
+    order: np.ndarray
+    starts: np.ndarray
+    value: np.ndarray
+
+    @classmethod
+    def of(cls, values: Float[np.ndarray, " N"]) -> "_Ties":
+        _, value, sizes = np.unique(values, return_inverse=True, return_counts=True)
+        return cls(np.argsort(value, kind="stable"), sizes.cumsum() - sizes, value)
+
+    def ranks(self, counts: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "R N"]:
+        """Returns the ranks of the examples in resamples, from 0 to 1.
+
+        Equal values have the mean of their ranks.
+        """
+        of_values = np.add.reduceat(counts[:, self.order], self.starts, axis=1)
+        ranks = of_values.cumsum(1) - of_values / 2
+        return ranks[:, self.value] / counts.shape[1]
+
+
+def _rank_correlation(
+    counts: Float[np.ndarray, "R N"], true: _Ties, predicted: _Ties
+) -> Float[np.ndarray, " R"]:
+    """Returns Spearman's correlation of resamples; 0 if all values are equal."""
+    # The mean of all ranks, which are divided by N, is 1 / 2.
+    r, s = (each.ranks(counts) - 0.5 for each in (true, predicted))
+    covariance, *variances = (
+        (counts * a * b).mean(1) for a, b in ((r, s), (r, r), (s, s))
+    )
+    return _ratio(covariance, np.sqrt(np.prod(variances, axis=0)))
+
+
+def resampled_counts(N: int, resamples: int) -> Iterator[Float[np.ndarray, "R N"]]:
+    """Yields how often bootstrap resamples of N examples have each example, in blocks.
+
+    The resamples depend only on their number and on N; of many examples there are
+    fewer.
+    """
     count = min(resamples, max(_FEWEST, _DRAWS // N))
     draw, rows = np.random.default_rng(SEED), max(1, _BLOCK // N)
-    means = np.empty((count, table.shape[1]))
     for start in range(0, count, rows):
         part = min(rows, count - start)
         drawn = draw.integers(0, N, (part, N)) + N * np.arange(part)[:, None]
-        weights = np.bincount(drawn.ravel(), minlength=part * N).reshape(part, N)
-        means[start : start + part] = weights @ table / N
-    return means
+        counts = np.bincount(drawn.ravel(), minlength=part * N)
+        yield counts.reshape(part, N).astype(np.float64)
 
 
-def _named_metrics(scores: list[tuple[dict, dict]], targets: Targets) -> dict:
+def _named_metrics(scores: Mapping[int, tuple[dict, dict]], targets: Targets) -> dict:
     """Returns metrics with intervals by name, see `score`.
 
-    `scores` has the metrics of each target and their values on resamples.
+    `scores` has the metrics of each target, by its number, and their values on
+    resamples.
     """
-    metrics, several = {}, len(scores) > 1
+    metrics, several = {}, len(targets.names) > 1
     if several:
-        for name in scores[0][0]:
-            by = targets.std if name in ("mae", "rmse") else (1.0,) * len(scores)
+        for name in next(iter(scores.values()))[0]:
+            units = (
+                targets.std if name in ("mae", "rmse") else np.ones(len(targets.std))
+            )
             known = [
-                (values[name] / s, drawn[name] / s if drawn else math.nan)
-                for (values, drawn), s in zip(scores, by, strict=True)
-                if name in values
+                (values[name] / units[t], drawn[name] / units[t] if drawn else math.nan)
+                for t, (values, drawn) in scores.items()
             ]
             value, drawn = (sum(part) / len(known) for part in zip(*known, strict=True))
             metrics |= _with_interval(name, value, drawn)
-    for target, (values, drawn) in zip(targets.names, scores, strict=True):
+    for t, (values, drawn) in scores.items():
         for name, value in values.items():
-            at = f"{name}/{target}" if several else name
+            at = f"{name}/{targets.names[t]}" if several else name
             metrics |= _with_interval(at, value, drawn.get(name))
     return metrics
 

@@ -178,8 +178,7 @@ def map_heads(params: dict, scale: Array, offset: Array) -> dict:
         head = params[name]
         if "bias" not in head:
             raise UserError(
-                f"the network's {name!r} has no bias, which a network that predicts numbers "
-                "needs: add it"
+                f"the network's {name!r} has no bias, which scaled outputs need: add it"
             )
         kernel, bias = head["kernel"], head["bias"]
         mapped[name] = {

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import ESTIMATE, DataConfig
-from vit_jax.data.fields.target import NAME, Target, read_targets
+from vit_jax.data.fields.target import NAME, Target, check_precision, read_targets
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model
@@ -95,11 +95,13 @@ class RegressionConfig(TaskConfig):
         self.check(data)
         values = read_targets(source, data.targets)
         for name, column in zip(data.targets, values.T, strict=True):
-            if len(np.unique(column[~np.isnan(column)])) < 2:
+            known = column[~np.isnan(column)]
+            if len(np.unique(known)) < 2:
                 raise UserError(
                     f"data.target_key: {name!r} has fewer than two different numbers in "
                     f"the training images of {data.split!r}: choose another column"
                 )
+            check_precision(known, repr(name))
         known = {"mean": np.nanmean(values, 0), "std": np.nanstd(values, 0)}
         known = {k: tuple(v.tolist()) for k, v in known.items()}
         known = {k: v for k, v in known.items() if getattr(self, k) == ESTIMATE}

@@ -1,5 +1,6 @@
 """Calibrates the model of a workdir on the run's own images, and stores the result."""
 
+import functools
 import os
 
 import jax
@@ -11,6 +12,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import calibration
 from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.evaluators.multi_label import MultiLabelConfig
+from vit_jax.tools.finetuning.evaluated import TrainedNetwork
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights import calibration as stored
 from vit_jax.weights import checkpoint_folders
@@ -26,6 +28,7 @@ def calibrate(
     scale: bool = True,
     use_ema: bool = True,
     config: TrainConfig | None = None,
+    network: TrainedNetwork | None = None,
 ) -> Calibration:
     """Fits temperature, thresholds and sets of a run, and writes them to its workdir.
 
@@ -38,6 +41,8 @@ def calibrate(
       scale: whether to fit temperature and sets; if not, only thresholds.
       use_ema: whether to calibrate the averaged parameters, if there are any.
       config: config of the run; None reads it from the workdir.
+      network: network of the run, whose outputs may be known; None loads it on the
+        devices of all processes.
 
     Raises:
       UserError: the workdir holds no run of a classifier, or its images cannot be read.
@@ -65,13 +70,18 @@ def calibrate(
         if test and common_images(config.data, split, test):
             test = ""
     chose = config.checkpoint.best_metric.partition("/")[0]
-    pretrained, preprocess = weights.open_weights(
-        os.fspath(workdir), {}, use_ema=use_ema, num_heads=0, tell=lambda line: None
-    )
+    if network:
+        pretrained, compute = network.pretrained, network.of_split
+    else:
+        pretrained, preprocess = weights.open_weights(
+            os.fspath(workdir), {}, use_ema=use_ema, num_heads=0, tell=lambda line: None
+        )
+        compute = functools.partial(
+            calibration.outputs_of, pretrained, preprocess.upright(), config
+        )
     found = calibration.calibrate(
         pretrained,
-        preprocess.upright(),
-        config,
+        compute,
         split,
         test,
         scale=scale,

@@ -21,6 +21,7 @@ from scipy import special
 from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.errors import UserError
 from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.models.targets import map_heads
 
 FILE = "calibration.json"
 LEVELS = (0.8, 0.9, 0.95, 0.99)  # Coverages of sets that programs are exported with.
@@ -62,6 +63,13 @@ class Calibration:
     def scale(self, logits):
         """Returns calibrated logits, an array of the same shape and library."""
         return logits / self.temperature + self.bias if self.scales else logits
+
+    def in_params(self, params: dict) -> dict:
+        """Returns parameters of the network whose logits are calibrated."""
+        if not self.scales:
+            return params
+        scale, bias = np.full(1, 1 / self.temperature), np.full(1, self.bias)
+        return map_heads(params, scale, bias)
 
     def probabilities(
         self, logits: Float[np.ndarray, "*N K"]

@@ -23,6 +23,7 @@ from vit_jax.tools.explorer.images import Refused
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import Session
 from vit_jax.weights import segmenter, surgery
+from vit_jax.weights.calibration import Calibration
 from vit_jax.weights.text_tower import text_tower
 
 
@@ -155,7 +156,8 @@ def test_images_of_any_size_have_their_own_grid(first, photograph):
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_the_classes_are_those_of_predict(first, photograph, loss):
-    given = dataclasses.replace(first, loss=loss)
+    scale = Calibration(temperature=2.0, sigmoid=loss == "sigmoid")
+    given = dataclasses.replace(first, loss=loss, calibration=scale)
     names = "one", "two", "three", "four", "five"
     opened = explored.opened(given, class_names=names)
     found = opened.run(photograph, "photograph").classes

@@ -90,7 +90,7 @@ def test_tables(photos, tmp_path, columns, split):
 def test_several_labels_are_seen(photos, tmp_path):
     table = photos / "several.csv"
     paths = [path.relative_to(photos) for path in sorted(photos.glob("*/*/*.png"))]
-    labels = ["ant|bee", "cat", ""] * 8
+    labels = ["ant|bee", "bee|cat", ""] * 8
     lines = [f"{path},{label}" for path, label in zip(paths, labels, strict=False)]
     table.write_text("\n".join(["image,labels", *lines]) + "\n")
     found = find(table, tmp_path)
@@ -99,9 +99,9 @@ def test_several_labels_are_seen(photos, tmp_path):
     assert len(train) + len(apart) == 23
     assert train.class_names == ("ant", "bee", "cat")
     several = [tuple(x) for x in train.labels_of_paths + apart.labels_of_paths]
-    assert sorted(several) == sorted([(0, 1)] * 8 + [(2,)] * 8 + [()] * 7)
+    assert sorted(several) == sorted([(0, 1)] * 8 + [(1, 2)] * 8 + [()] * 7)
     # One of each combination at least.
-    assert {tuple(x) for x in apart.labels_of_paths} == {(0, 1), (2,), ()}
+    assert {tuple(x) for x in apart.labels_of_paths} == {(0, 1), (1, 2), ()}
 
 
 def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
@@ -248,6 +248,15 @@ def test_measurements_are_not_taken_for_classes(photos, tmp_path):
             UserError, match="t.csv has .* column 'label'.*--target=label"
         ):
             find_with(label, label_key="label")
+    # Decimal commas, and a text among numbers.
+    for label, cell in (
+        (lambda i: f'"{i},5"', "row 1 has '0,5'"),
+        (lambda i: "old" if i == 3 else i + 0.5, "row 4 has 'old'"),
+    ):
+        with pytest.raises(UserError, match="column 'label'.*--target=label"):
+            find_with(label)
+        with pytest.raises(UserError, match=f"{cell} in 'age'"):
+            find_with(label, "age")
     # Class numbers, names that differ, and measurements in few steps.
     for label in (lambda i: i % 15, lambda i: f"a{i % 15}", lambda i: 0.5 * (i % 7)):
         found = find_with(label)
@@ -409,7 +418,7 @@ def test_groups_are_held_out_as_a_whole(grouped, tmp_path):
     rows = listed(tmp_path)
     assert len(animals(rows, "train")) == 16 and len(animals(rows, "val")) == 4
     assert not animals(rows, "train") & animals(rows, "val")
-    assert "group_key" not in found.data and sizes(found) == [64, 16]
+    assert found.data["group_key"] == "group" and sizes(found) == [64, 16]
     seen = set()
     for fold in range(3):
         layout.take_fold(found, fold, 3)

@@ -82,7 +82,7 @@ def test_batches_and_lengths_by_the_number_of_images():
     assert [rule.batch_of(images(n), "gpu", 8) for n in sizes] == [16, 16, 32, 64, 128]
     assert rule.batch_of(images(300), "tpu", 6) == 18
     assert [rule.epochs_of(images(n)) for n in sizes] == [
-        *(30, 30),
+        *(96, 30),
         pytest.approx(21.4, abs=0.1),
         10,
         3,
@@ -114,11 +114,12 @@ def test_rates_averages_and_metrics():
     assert rule.ema_of(1_000) == pytest.approx(0.99)
     uneven = rule.Images(100, 240.0, False, 9.0)
     metrics = [
-        rule.metric_of(FLOWERS, {}),
-        rule.metric_of(uneven, {}),
-        rule.metric_of(uneven, {"multi_label": True}),
+        rule.metric_of(images, {"multi_label": several}, validated)
+        for validated in (736, 99)
+        for images, several in ((FLOWERS, False), (uneven, False), (uneven, True))
     ]
-    assert metrics == ["val/top1", "val/balanced_accuracy", "val/map"]
+    uneven = "val/balanced_accuracy"
+    assert metrics == ["val/top1", uneven, "val/map", "", uneven, ""]
 
 
 @pytest.mark.slow

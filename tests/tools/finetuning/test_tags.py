@@ -37,6 +37,8 @@ def recognised(values):
         ),
         (SPECIES, None),
         (PLACES, None),
+        (("rock|roll", "jazz", "jazz"), None),
+        (("1,5", "2,5", "1,7", "2,7"), None),  # Decimal commas.
         (("daisy", "rose", "daisy"), None),
         ((1, 2, 2), None),
     ],
@@ -45,8 +47,8 @@ def test_separators(values, separator):
     keys, about = recognised(values)
     assert keys["multi_label"] == (separator is not None)
     assert keys.get("label_separator") == separator
-    comma = any("," in str(value) for value in values)
-    assert ("data.multi_label" in about) == (comma or separator is not None)
+    has_one = any({*",|"} & {*str(value)} for value in values)
+    assert ("data.multi_label" in about) == (has_one or separator is not None)
 
 
 @pytest.mark.parametrize(

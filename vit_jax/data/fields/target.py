@@ -19,6 +19,7 @@ from vit_jax.errors import UserError
 
 NAME = "targets"  # Name in a record and in a batch.
 # Texts of a table that stand for a missing number, as in pandas.
+_LOST = 1e-3  # Largest rounding to float32, in standard deviations.
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "<na>"}
 
 
@@ -51,6 +52,10 @@ class Target(Field):
         return (len(self.names),), "float32"
 
     def read(self, record, size):
+        return np.array(self.numbers(record), np.float32)
+
+    def numbers(self, record: Mapping) -> list[float]:
+        """Returns the numbers of a record, NaN where missing."""
         if NAME not in record:
             raise UserError(
                 f"has no {NAME!r}, which data.target_key={','.join(self.names)!r} needs: "
@@ -64,7 +69,7 @@ class Target(Field):
                 f"{','.join(self.names)!r} has {len(self.names)} names: make them equal"
             )
         pairs = zip(self.names, values.tolist(), strict=True)
-        return np.array([number(value, name) for name, value in pairs], np.float32)
+        return [number(value, name) for name, value in pairs]
 
     def column(self, source):
         return source.targets
@@ -147,6 +152,23 @@ def numbers_in(cells: Mapping, names: Iterable[str]) -> tuple[float, ...]:
     return tuple(number(cells.get(name), name) for name in names)
 
 
+def check_precision(values: Float[np.ndarray, " N"], name: str) -> None:
+    """Raises UserError if float32, the type in batches, cannot tell numbers apart.
+
+    Args:
+      values: numbers of images, float64.
+      name: name of the target, for the message.
+    """
+    with np.errstate(over="ignore"):
+        lost = np.abs(values - values.astype(np.float32)).max()
+    if lost > _LOST * values.std() and np.ptp(values):
+        raise UserError(
+            f"{name} has numbers from {values.min():.10g} to {values.max():.10g}, which "
+            f"float32 rounds by up to {lost:.2g}: subtract a number from all of them, or "
+            "choose another unit"
+        )
+
+
 def read_targets(source: Source, names: Sequence[str]) -> Float[np.ndarray, "N T"]:
     """Returns the targets of all records; reads the records if needed.
 
@@ -158,7 +180,7 @@ def read_targets(source: Source, names: Sequence[str]) -> Float[np.ndarray, "N T
     field, rows = Target(tuple(names)), []
     for i, record in enumerate(read_all(source)):
         try:
-            rows.append(field.read(record, None))
+            rows.append(field.numbers(record))
         except UserError as error:
             raise UserError(f"{name_of(source, i)} {error}") from error
     return np.array(rows, np.float64)

@@ -18,6 +18,7 @@ from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
 from vit_jax.data import groups as grouping
 from vit_jax.data.config import MAX_CHANNELS, SYNTHETIC_CLASSES, DataConfig
+from vit_jax.data.fields.target import check_precision
 from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources.base import Numbered, SourceType, read_all
 from vit_jax.data.splits import Numbering
@@ -356,6 +357,10 @@ def _check_targets(where: str, targets: np.ndarray, count: int) -> None:
             f"{where}record {i} has the targets {targets[i]}; give finite numbers, or NaN "
             "where one is missing"
         )
+    for t, column in enumerate(targets.astype(np.float64).reshape(-1, count).T):
+        known = column[~np.isnan(column)]
+        if len(known):
+            check_precision(known, f"{where}targets[:, {t}]")
 
 
 def _problem(images: np.ndarray) -> str:

@@ -126,6 +126,7 @@ class ExploredModel:
             intermediates.layers(self._model, self._loaded.params, images)
         self._tower, self._pixels, self._names, self._colors = None, None, (), ()
         self._sigmoid = pretrained.loss == "sigmoid"
+        self._decisions = pretrained.calibration
         if pretrained.options["num_classes"] and not pretrained.targets:
             self._names = prediction.names_of(pretrained, class_names)
         elif text.TEXT in pretrained.task_params:
@@ -289,7 +290,8 @@ class ExploredModel:
             return rows, ()
         logits = np.asarray(outputs["logits"])[0]
         check_finite(logits, f"{self.name}'s output for {name}")
-        return rows, prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
+        how = {"sigmoid": self._sigmoid, "decisions": self._decisions}
+        return rows, prediction.rank(logits, self._names, TOPK, **how)
 
     @functools.cached_property
     def _windows(self):

@@ -1,11 +1,12 @@
 """The interface of the kinds of annotation for fine-tuning: labels, masks, numbers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.finetuning import rule
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights.calibration import Calibration
@@ -101,7 +102,7 @@ class Result:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of top1 or mae; None for other metrics."""
-        if self.metric == "mae" and "mae_low" in self.scores and not self.folds:
+        if self.metric == "mae" and "mae_low" in self.scores:
             return self.scores["mae_low"], self.scores["mae_high"]
         if self.metric != "top1":
             return None
@@ -169,10 +170,17 @@ class Kind(Protocol):
     def commands(self, model: str) -> list[str]:
         """Returns lines with commands to continue with."""
 
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict[str, float]:
+        """Returns the scores of all images of several runs together.
+
+        The result is empty for kinds whose scores are averaged over the runs.
+        """
+
     def write_page(
-        self, config: TrainConfig, result: Result, score: str
+        self, config: TrainConfig, result: Result, score: str, network: TrainedNetwork
     ) -> tuple[str, list[str]]:
         """Writes the page of a run; returns its path and `Result.worst`.
 
-        page.py has the parts that all pages share. `score` is the score as a sentence.
+        page.py has the parts that all pages share. `score` is the score as a sentence,
+        `network` the network of the run.
         """

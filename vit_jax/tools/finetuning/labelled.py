@@ -1,16 +1,22 @@
 """Fine-tuning on images with labels: one class per image, or any number of them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
+
+import jax
+import numpy as np
 
 from vit_jax import models
 from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
+from vit_jax.evaluators import classification, forward_passes
+from vit_jax.evaluators.forward_passes import Outputs
 from vit_jax.tasks.classification import ClassificationConfig
 from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import report, rule
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
@@ -66,7 +72,8 @@ class Labels:
         return f"of {data['num_classes']} classes"
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
-        best = rule.metric_of(given.images, {"multi_label": self.multi_label})
+        several = {"multi_label": self.multi_label}
+        best = rule.metric_of(given.images, several, given.validated)
         return {
             "task": {"loss": "sigmoid" if self.multi_label else "softmax"},
             "optim": rule.optimizer(batch),
@@ -142,8 +149,22 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def write_page(self, config, result, score) -> tuple[str, list[str]]:
-        page, answers, twins = report.write(config, result, score)
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
+        if self.multi_label:  # Logits of several networks are not one ranking.
+            return {}
+        runs = [*runs]
+        logits, labels = (
+            np.concatenate([getattr(one.outputs, name) for one in runs])
+            for name in ("logits", "labels")
+        )
+        tops = forward_passes.predict(logits, logits.shape[1], labels)
+        outputs = Outputs(
+            np.arange(len(labels)), labels, predictions=jax.device_get(tops)
+        )
+        return classification.score(outputs, logits.shape[1]).metrics
+
+    def write_page(self, config, result, score, network) -> tuple[str, list[str]]:
+        page, answers, twins = report.write(config, result, score, network)
         worst = [
             f"{each.name} {each.recall:.1%} of {each.images:,}"
             for each in answers.least_recalled(_WORST)

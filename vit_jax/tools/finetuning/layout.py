@@ -14,6 +14,7 @@ of a table (target_columns.py) or by `data.target_key`. Their validation part is
 expression.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -309,11 +310,11 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
 def _check_classes(of: table.Table, column: str) -> None:
     """Raises UserError for numbers that are measurements rather than classes."""
     names = [table.text_of(row.get(column)) for row in of.rows]
-    names = list(filter(None, names))
-    try:
-        numbers = sorted(map(float, {*names}))
-    except ValueError:
-        return
+    names, numbers = list(filter(None, names)), []
+    for name in {*names}:
+        with contextlib.suppress(ValueError):  # Others are names of classes.
+            numbers.append(float(name.replace(",", ".")))
+    numbers.sort()
     count = len(numbers)
     in_order = numbers in ([*range(count)], [*range(1, count + 1)])
     if 2 * count > len(names) and not in_order:
@@ -449,6 +450,8 @@ def _with_validation(layout: Layout, workdir: str) -> Layout:
         several["label_separator"] = separator
     data = without_place(data) | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
+    if of_groups:
+        data["group_key"] = _GROUP
     return Layout(
         data,
         VALIDATION[0],

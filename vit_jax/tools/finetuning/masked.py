@@ -9,7 +9,7 @@ with a head on the last four layers, as in DINOv2's probes (arXiv:2304.07193, se
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -26,6 +26,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.tools.finetuning import mask_report, rule
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
@@ -151,7 +152,10 @@ class Masks:
             f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
         ]
 
-    def write_page(self, config, result, score) -> tuple[str, list[str]]:
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
+        return {}  # Masks are compared while they are computed.
+
+    def write_page(self, config, result, score, network) -> tuple[str, list[str]]:
         return mask_report.write(config, result, score), []
 
 

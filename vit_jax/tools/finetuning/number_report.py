@@ -5,28 +5,22 @@ images, T targets, P parts of the range of a target.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import jax
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Float
 
-from vit_jax import weights
 from vit_jax.analysis.charts import Chart, Series
 from vit_jax.data.fields.target import NAME, read_targets
-from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import mesh as meshes
-from vit_jax.evaluators import forward_passes, numbers
-from vit_jax.evaluators.splits import VALIDATIONS, EvalSplits
-from vit_jax.evaluators.suite import full_batch
-from vit_jax.models.targets import PREDICTS_SPREAD, Targets
+from vit_jax.evaluators import numbers, regression
+from vit_jax.models.targets import PREDICTS_SPREAD, Decoded, Targets
 from vit_jax.tools.finetuning import page
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.weights import checkpoint_folders, surgery, workdir
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights import checkpoint_folders, workdir
 
 _TEMPLATE = "finetuning/number_page.html"
 _SHOWN, _WORST = 12, 3  # Images on the page, and in the lines of the terminal.
@@ -34,39 +28,38 @@ _MOST_POINTS = 2_000  # Of a figure.
 _PARTS = 5
 
 
-def write(config: TrainConfig, result: Result, score: str) -> tuple[str, list[str]]:
+def write(
+    config: TrainConfig, result: Result, score: str, network: TrainedNetwork
+) -> tuple[str, list[str]]:
     """Writes the page of a run, and the widths of intervals beside its checkpoints.
 
     Args:
       config: config of the run.
       result: result of the run, whose best checkpoint is evaluated again.
       score: score as a sentence.
+      network: network of the run.
 
     Returns:
       The path of the page, and lines about the worst images.
     """
-    pretrained = weights.open_pretrained(result.workdir)
-    targets, data = pretrained.targets, config.data
-    seen = evaluate(pretrained, config, result.split)
+    targets, data = network.pretrained.targets, config.data
+    seen, source, _ = network.of_evaluation(result.split)
     if targets.loss not in PREDICTS_SPREAD:
-        apart = seen
-        if result.split != "val":
-            apart = evaluate(pretrained, config, "val")
-        values = targets.decode(apart.outputs.astype(np.float64))
-        margins = numbers.margins(values, apart.truth)
+        apart = network.of_evaluation("val").outputs
+        values = targets.decode(apart.logits.astype(np.float64))
+        margins = numbers.margins(values, apart.fields[NAME])
         workdir.write_margins(result.workdir, margins)
         targets = dataclasses.replace(targets, margins=margins or ())
-    decoded = targets.decode(seen.outputs.astype(np.float64))
-    source = open_source(data, config.evals[result.split].split)
+    decoded, truth = targets.decode(seen.logits.astype(np.float64)), seen.fields[NAME]
     trained = read_targets(open_source(data, data.split), targets.names)
-    errors = np.abs(decoded.values - seen.truth)
+    errors = np.abs(decoded.values - truth)
     # In standard deviations, so that targets of different units are compared.
     relative = np.nan_to_num(errors / np.nanstd(trained, 0), nan=-1)
     worst = np.argsort(-relative.max(1), kind="stable")[:_SHOWN]
     best = np.argsort(np.where(relative < 0, np.inf, relative).max(1), kind="stable")
 
     def caption(i: int) -> str:
-        return describe(decoded.values[i], seen.truth[i], targets)
+        return describe(decoded.values[i], truth[i], targets)
 
     def pictures(images) -> list[dict[str, str]]:
         return [page.picture(source, seen.records[i], caption(i)) for i in images]
@@ -79,11 +72,11 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, list[st
     values = {
         "scores": scores_table(result, targets, trained),
         "scatters": [
-            page.draw(scatter(decoded.values[:, t], seen.truth[:, t], targets, t))
+            page.draw(scatter(decoded.values[:, t], truth[:, t], targets, t))
             for t in range(len(targets.names))
         ],
         "parts": [
-            parts_table(decoded.values[:, t], seen.truth[:, t], name)
+            parts_table(decoded.values[:, t], truth[:, t], name)
             for t, name in enumerate(targets.names)
         ],
         "worst": pictures(worst),
@@ -98,28 +91,18 @@ def write(config: TrainConfig, result: Result, score: str) -> tuple[str, list[st
     return path, [f"worst:     {line}" for line in lines]
 
 
-class Seen(NamedTuple):
-    """Outputs, true values and record numbers of the images that could be read."""
-
-    outputs: Float[np.ndarray, "N L"]
-    truth: Float[np.ndarray, "N T"]
-    records: Integer[np.ndarray, " N"]
-
-
-def evaluate(pretrained: Pretrained, config: TrainConfig, evaluation: str) -> Seen:
-    """Returns the outputs for the images of an evaluation of a run."""
-    how = Preprocess.of_data(vars(config.data))
-    model, params = surgery.fit_network(pretrained, how)
-    splits = EvalSplits(config.data, order=VALIDATIONS)
-    splits.targets = pretrained.targets
-    (one,) = config.evals[evaluation].open(evaluation, splits).passes
-    mesh = meshes.create(meshes.MeshConfig(), jax.local_devices())
-    step = forward_passes.make_eval_step(model, config.data, mesh, one.wanted)
-    size = full_batch(config.batch_size, mesh)
-    with one.split.batches(None, size, 0, 1) as batches:
-        results = forward_passes.collect_outputs(step, {"": params}, batches, mesh)
-    outputs = results[""]
-    return Seen(outputs.logits, outputs.fields[NAME], outputs.records)
+def score_all(runs: Sequence[SplitOutputs]) -> dict[str, float]:
+    """Returns the scores of all images that several networks predicted."""
+    each = [targets.decode(seen.logits.astype(np.float64)) for seen, _, targets in runs]
+    joined = {
+        name: np.concatenate([getattr(one, name) for one in each])
+        for name in ("values", "low", "high")
+        if getattr(each[0], name) is not None
+    }
+    truth = np.concatenate([one.outputs.fields[NAME] for one in runs])
+    levels = sorted({level for one in runs for level in one.targets.levels})
+    targets = dataclasses.replace(runs[0].targets, levels=tuple(levels))
+    return regression.score(Decoded(**joined), truth, targets).metrics
 
 
 def units_of(result: Result) -> tuple[str, ...]:
@@ -140,7 +123,7 @@ def error_of(result: Result, suffix: str, unit: str) -> str:
     scores = result.scores
     text = f"{scores[f'mae{suffix}']:.4g} {unit}".strip()
     low, high = (scores.get(f"mae_{end}{suffix}") for end in ("low", "high"))
-    if low is None or result.folds:  # An interval of one fold is not that of all.
+    if low is None:
         return text
     return f"{text} (95 % interval {low:.4g} to {high:.4g})"
 
@@ -180,8 +163,7 @@ def scores_table(
             shown = f"{value:.4g}"
             if metric in ("mae", "rmse"):
                 shown = f"{shown} {unit}".strip()
-            known = low is not None and not result.folds
-            interval = f"{low:.4g} to {high:.4g}" if known else "-"
+            interval = "-" if low is None else f"{low:.4g} to {high:.4g}"
             rows.append((name, labels[metric], shown, interval))
         column = trained[:, t]
         spread = np.nanmean(np.abs(column - np.nanmedian(column)))

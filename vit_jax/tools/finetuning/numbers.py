@@ -1,7 +1,7 @@
 """Fine-tuning on images with numbers: one or several per image, such as an age."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from vit_jax.data.fields.target import read_targets
 from vit_jax.errors import UserError
 from vit_jax.tasks.regression import RegressionConfig
 from vit_jax.tools.finetuning import number_report, rule
+from vit_jax.tools.finetuning.evaluated import SplitOutputs
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 
@@ -58,6 +59,14 @@ class Numbers:
                 what,
                 why,
             )
+        for split in filter(None, (splits.validation, splits.test)):
+            values = read_targets(splits.open(split), self.names)
+            for t in np.flatnonzero(np.isnan(values).all(0)):
+                name = self.names[t]
+                raise UserError(
+                    f"{place}: no image of the split {split} has a number in {name!r}: "
+                    "leave it out of --target, or move images into the split"
+                )
         return Seen(rule.look_at(source, None, data.max_megapixels), {}, choices)
 
     def cost(self, seen: Seen, speed: float) -> float:
@@ -70,7 +79,7 @@ class Numbers:
         return {
             "task": {"name": "regression"},
             "optim": rule.optimizer(batch),
-            "best_metric": "val/r2",
+            "best_metric": "val/r2" if given.validated >= rule.CHOOSING else "",
         }
 
     def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
@@ -122,5 +131,8 @@ class Numbers:
             f"export:    python -m vit_jax.convert --model={model} --to=onnx --out=FOLDER",
         ]
 
-    def write_page(self, config, result, score) -> tuple[str, list[str]]:
-        return number_report.write(config, result, score)
+    def score_all(self, runs: Iterable[SplitOutputs]) -> dict:
+        return number_report.score_all([*runs])
+
+    def write_page(self, config, result, score, network) -> tuple[str, list[str]]:
+        return number_report.write(config, result, score, network)

@@ -3,36 +3,25 @@
 page.py has the parts that it shares with the pages of other annotations.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax import weights
-from vit_jax.data import pipeline
-from vit_jax.data.config import DataConfig
-from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
-from vit_jax.distributed import compilation
-from vit_jax.evaluators.splits import Subset
-from vit_jax.models import patches
 from vit_jax.tools.finetuning import confusion, mistakes, page
+from vit_jax.tools.finetuning.evaluated import SplitOutputs, TrainedNetwork
 from vit_jax.tools.finetuning.kind import Result
 from vit_jax.tools.finetuning.mistakes import Answers
 from vit_jax.tools.near_duplicates import scan
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights import surgery
 from vit_jax.weights.calibration import Calibration
-from vit_jax.weights.network_images import network_input
 
 _TEMPLATE = "finetuning/page.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6  # Most images, pairs of classes, images of a pair.
@@ -45,7 +34,7 @@ Labels = np.ndarray | Sequence[Sequence[int]]
 
 
 def write(
-    config: TrainConfig, result: Result, score: str
+    config: TrainConfig, result: Result, score: str, network: TrainedNetwork
 ) -> tuple[str, Answers, int | None]:
     """Writes the page of a run; returns its path, and what a summary needs of it.
 
@@ -53,34 +42,21 @@ def write(
       config: config of the run.
       result: result of the run, whose best checkpoint is evaluated again.
       score: score as a sentence.
+      network: network of the run.
 
     Returns:
       The path, the outputs that the page shows, and the number of validation images
       that are near-duplicates of training images, None if unknown.
     """
-    pretrained = weights.open_pretrained(result.workdir)
     data, one_each = config.data, not config.data.multi_label
-    # Images are prepared as in the evaluations of the run.
-    how = Preprocess(image_size=data.image_size, mean=data.mean, std=data.std)
-    model, params = surgery.fit_network(pretrained, how)
-    options = compilation.options(bfloat16=model.config.rounds_products)
-
-    @functools.partial(jax.jit, compiler_options=options)
-    def step(params, batch):
-        images = patches.of_batch(batch, batch["image"])
-        images = network_input(images, how, model.options["dtype"])
-        outputs = model.apply(params, images)
-        return outputs["logits"], outputs["pre_logits"]
-
-    forward = functools.partial(step, jax.device_put(params))
-    source = open_source(data, config.evals[result.split].split)
-    seen = _evaluate(forward, data, source, config.batch_size)
+    pretrained = network.pretrained
+    seen, source, _ = network.of_evaluation(result.split)
     numbered = tuple(f"class {k}" for k in range(data.num_classes))
     names = tuple(pretrained.class_names or source.class_names or numbered)
     labels = (
         np.eye(data.num_classes, dtype=int)[seen.labels] if one_each else seen.labels
     )
-    decisions = pretrained.calibration or Calibration()
+    decisions = result.decisions or pretrained.calibration or Calibration()
     answers = Answers(seen.logits, labels, names, one_each, decisions)
     train = open_source(data, data.split)
     splits = {"train": train}
@@ -90,11 +66,8 @@ def write(
     counts = {name: labels for name, labels in known.items() if labels is not None}
     doubts = None
     if one_each:
-        most = num_checked(config, len(train))
-        if len(train) > most:
-            train = Subset(train, np.linspace(0, len(train) - 1, most).astype(int))
-        seen_in_training = _evaluate(forward, data, train, config.batch_size)
-        doubts = _doubts(seen_in_training, train, names)
+        trained = network.of_training(num_checked(config, len(train)))
+        doubts = _doubts(trained, names)
     what = f"{len(names):,} {'classes' if one_each else 'tags'}"
     common = page.common(config, result, score, what, _curves(result))
     values = contents(answers, source, seen.records, counts, result.split)
@@ -256,32 +229,6 @@ def decided(decisions: Calibration) -> Table | None:
     return Table(title, ("score", "before", "after"), tuple(rows))
 
 
-class _Evaluated(NamedTuple):
-    """Outputs, labels and record numbers of the images that could be read."""
-
-    logits: np.ndarray
-    features: np.ndarray
-    labels: np.ndarray
-    records: np.ndarray
-
-
-def _evaluate(
-    forward: Callable, data: DataConfig, source: Source, batch_size: int
-) -> _Evaluated:
-    columns = []
-    # Damaged images are skipped; training has already reported them.
-    data = dataclasses.replace(data, on_error="skip")
-    with pipeline.eval_batches(source, data, batch_size=batch_size) as batches:
-        for batch in batches:
-            images = {k: batch[k] for k in ("image", "grids") if k in batch}
-            outputs = jax.device_get(forward(images))
-            rows = (*outputs, batch["label"], batch["index"])
-            columns.append([np.asarray(values)[batch["mask"]] for values in rows])
-    types = np.float32, np.float32, np.int64, np.int64
-    joined = map(np.concatenate, zip(*columns, strict=True))
-    return _Evaluated(*(x.astype(t) for x, t in zip(joined, types, strict=True)))
-
-
 def _twins(config: TrainConfig) -> tuple[int | None, str]:
     """Counts the validation images that are near-duplicates of training images.
 
@@ -304,10 +251,9 @@ def _twins(config: TrainConfig) -> tuple[int | None, str]:
     return len({pair.record for pair in pairs}), command
 
 
-def _doubts(
-    seen: _Evaluated, source: Source, names: tuple[str, ...]
-) -> list[dict[str, str]]:
+def _doubts(trained: SplitOutputs, names: tuple[str, ...]) -> list[dict[str, str]]:
     """Returns the images whose neighbours in feature space have another label."""
+    seen, source, _ = trained
     doubts = mistakes.doubtful_labels(seen.features, seen.labels, 4 * _SHOWN)
     return [
         page.picture(

@@ -16,6 +16,7 @@ from vit_jax.data.sources.base import Source
 
 SMALL, LEAST_SIDE = 4, 96
 IMAGES, LEAST_EPOCHS, MOST_EPOCHS = 30_000, 3, 30
+LEAST_STEPS = 300  # Of a run on few images, whatever the number of epochs.
 BATCHES_AN_EPOCH, LEAST_BATCH = 40, 16
 MOST_BATCH = {"cpu": 64}  # Largest batch by backend.
 ELSEWHERE = 128  # Largest batch on other backends.
@@ -27,6 +28,8 @@ EVALUATIONS, PATIENCE = 12, 5
 # improve by chance; with fewer than FEW images, the accuracy of a class is only
 # approximate.
 NOISY, FEW = 400, 10
+# The best of a dozen scores of fewer validation images is often an early one by chance.
+CHOOSING = 100
 _SAMPLE = 64  # Number of images whose sizes and colours are read.
 EVALUATED = 1 / 3  # Time of a forward pass, relative to a training step on the image.
 
@@ -138,8 +141,12 @@ def batch_of(images: Images, backend: str, devices: int) -> int:
 
 
 def epochs_of(images: Images, most: float = MOST_EPOCHS) -> float:
-    """Returns the number of epochs without a time limit, at most `most`."""
-    return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, most))
+    """Returns the number of epochs without a time limit.
+
+    It is at most `most`, but few images are trained on for `LEAST_STEPS` steps.
+    """
+    epochs = np.clip(IMAGES / images.count, LEAST_EPOCHS, most)
+    return float(max(epochs, LEAST_STEPS * LEAST_BATCH / images.count))
 
 
 class Length(NamedTuple):
@@ -219,11 +226,17 @@ def ema_of(steps: int) -> float:
     return float(np.clip(1 - 10 / steps, 0.0, 0.9999))
 
 
-def metric_of(images: Images, data: Mapping) -> str:
-    """Returns `checkpoint.best_metric`."""
-    if data.get("multi_label"):
-        return "val/map"
-    return "val/balanced_accuracy" if images.uneven > UNEVEN else "val/top1"
+def metric_of(images: Images, data: Mapping, validated: int) -> str:
+    """Returns `checkpoint.best_metric`; "" if too few images are validated on.
+
+    With uneven classes it is always set, because early checkpoints predict only the
+    large classes.
+    """
+    if images.uneven > UNEVEN and not data.get("multi_label"):
+        return "val/balanced_accuracy"
+    if validated < CHOOSING:
+        return ""
+    return "val/map" if data.get("multi_label") else "val/top1"
 
 
 def patience_of(validated: int) -> int:

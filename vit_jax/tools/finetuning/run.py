@@ -14,8 +14,10 @@ from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
+from vit_jax.evaluators.metric_names import is_beside
 from vit_jax.tools import calibrating
 from vit_jax.tools.finetuning import layout, rate_range, rule, settings, trial
+from vit_jax.tools.finetuning.evaluated import TrainedNetwork
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels
 from vit_jax.tools.finetuning.masked import Masks
@@ -29,6 +31,7 @@ FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
 ASPECTS = ("crop", "keep")
+_INTERVALS = {"eval_every_steps", "checkpoint_every_steps"}
 _PLACE = "the folder or name"
 _FLAGS = {"init": "--model", "init.checkpoint": "--model"}
 _FLAGS |= {"data.name": _PLACE, "data.split": _PLACE}
@@ -71,28 +74,31 @@ def finetune(
     keys = _keys(overrides, group=group, target=target)
     request = _request(place, masks, model, keys, say, minutes, aspect)
     request = dataclasses.replace(request, calibrates=calibrate)
-    trained = []
+    trained, networks = [], []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
         if folds:
             say(f"fold {fold + 1} of {folds}: {folder}")
         one = dataclasses.replace(request, fold=(fold, folds))
         trained.append(_train(one, folder, callbacks))
+        networks.append(TrainedNetwork(trained[-1][0], folder))
     config, result = trained[0]
     if folds:
-        result = _pooled([one for _, one in trained])
-    result = _calibrated(result, config, workdir, calibrate, say)
-    if jax.process_count() > 1:  # No process has all the parameters.
+        result = _pooled([one for _, one in trained], networks)
+    network = networks[0] if jax.process_count() == 1 else None
+    result = _calibrated(result, config, network, calibrate, say)
+    if not network:  # No process has all the parameters.
         return result
     say("collecting mistakes")
-    page, worst = result.kind.write_page(config, result, summary(result)[0])
+    score = summary(result)[0]
+    page, worst = result.kind.write_page(config, result, score, network)
     return dataclasses.replace(result, page=page, worst=worst)
 
 
 def _calibrated(
     result: Result,
     config: TrainConfig,
-    workdir: str,
+    network: TrainedNetwork | None,
     calibrate: bool,
     say: Callable[[str], None],
 ) -> Result:
@@ -103,7 +109,8 @@ def _calibrated(
     elif not kind.has_thresholds:
         return result
     say("calibrating" if calibrate else "choosing thresholds")
-    decisions = calibrating.calibrate(workdir, scale=calibrate, config=config)
+    how = {"scale": calibrate, "config": config, "network": network}
+    decisions = calibrating.calibrate(result.workdir, **how)
     return dataclasses.replace(result, decisions=decisions)
 
 
@@ -219,7 +226,7 @@ def _train(
     request: _Request, workdir: str, callbacks: Iterable[Callback]
 ) -> tuple[TrainConfig, Result]:
     config, done = settings.train(request, choose, workdir, callbacks)
-    return config, _result(done, config, workdir)
+    return config, _result(done, config, workdir, in_folds=bool(request.fold[1]))
 
 
 def _kind_of(data: DataConfig) -> Kind:
@@ -279,17 +286,16 @@ def choose(request: _Request, workdir: str) -> settings.Chosen:
     epochs = rule.epochs_of(images, kind.most_epochs)
     length, speed = rule.Length(side, epochs, math.nan), 0.0
     if minutes and not {"total_steps", "epochs"} & others.keys():
-        raw = config_of(side, trial.STEPS, 1)
+        raw = config_of(side, trial.STEPS)
         speed = trial.measure(raw, request.say)
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
         evaluated = round(given.validated * kind.cost(given.seen, speed))
         limits = speed, minutes, epochs
         length = rule.fit(images, evaluated, side, step, *limits)
-    batch = config_of(side, 1, 1)["batch_size"]
+    batch = config_of(side, 1)["batch_size"]
     steps = max(1, round(length.epochs * images.count / batch))
-    evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
-    raw = config_of(length.side, steps, evaluations, dropped=request.say)
+    raw = config_of(length.side, steps, dropped=request.say)
     choices = _choices(given, raw, length, speed, minutes)
     for key in choices.keys() & request.overrides.keys():
         choices[key] = choices[key][0], "set"
@@ -302,11 +308,10 @@ def _config(
     overrides: Mapping[str, object],
     side: int,
     steps: int,
-    evaluations: int,
     dropped: Callable[[str], None] = lambda line: None,
 ) -> dict:
     """Returns the chosen config; `dropped` is called with keys that overrides remove."""
-    raw = _rule_config(given, model, side, steps, evaluations)
+    raw = _rule_config(given, model, side, steps)
     if "task.class_weights" in overrides:  # Class weights replace balanced draws.
         raw["data"].pop("class_balance", None)
     loading.override(TrainConfig, raw, overrides, dropped)
@@ -316,6 +321,12 @@ def _config(
             f"task.name={config.task.name!r} does not learn from {given.kind.annotation}, "
             "which these images have: leave it out"
         )
+    # The length, by which evaluations are spaced, may be that of an override.
+    steps, count = config.num_steps(given.images.count), given.images.count
+    epochs = round(steps * config.batch_size / count)
+    interval = max(1, steps // max(1, min(rule.EVALUATIONS, epochs)))
+    for key in _INTERVALS & raw.keys() - overrides.keys():
+        raw[key] = interval
     size = config.data.image_size
     raw["data"] = given.kind.transforms(given, size) | raw["data"]
     if not config.task.averages_network:  # It trains other parameters.
@@ -325,9 +336,7 @@ def _config(
     return raw
 
 
-def _rule_config(
-    given: Given, model: str, side: int, steps: int, evaluations: int
-) -> dict:
+def _rule_config(given: Given, model: str, side: int, steps: int) -> dict:
     splits, images, options = given.splits, given.images, given.pretrained.options
     kind = given.kind.evaluation
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
@@ -344,7 +353,6 @@ def _rule_config(
         **given.preprocess.data_keys(),
     }
     sections = given.kind.sections(given, side, batch)
-    interval = max(1, steps // evaluations)
     return {
         "name": "finetune",
         "total_steps": steps,
@@ -356,8 +364,7 @@ def _rule_config(
         "optim": sections["optim"],
         "ema": {"decay": rule.ema_of(steps)},
         "log_every_steps": max(1, min(50, steps // 20)),
-        "eval_every_steps": interval,
-        "checkpoint_every_steps": interval,
+        **dict.fromkeys(_INTERVALS, 1),
         "checkpoint": {"max_to_keep": 1, "best_metric": sections["best_metric"]},
         "early_stopping_evals": rule.patience_of(given.validated),
         "evals": evals,
@@ -408,6 +415,14 @@ def _choices(
         average = "no average of the parameters", why
     patience = raw["early_stopping_evals"]
     validated = f"{given.validated:,} images to validate on"
+    best = raw["checkpoint"]["best_metric"]
+    chosen = (
+        f"the best checkpoint by {best}",
+        f"evaluated every {raw['eval_every_steps']} steps",
+    )
+    if not best:
+        why = f"{validated}; from {rule.CHOOSING} on, the best one is chosen"
+        chosen = "the last checkpoint", why
     return {
         _PLACE: (given.splits.description, ""),
         "data.split, evals": (
@@ -436,10 +451,7 @@ def _choices(
         ),
         "ema.decay": average,
         **given.kind.choices(images, raw),
-        "checkpoint.best_metric": (
-            f"the best checkpoint by {raw['checkpoint']['best_metric']}",
-            f"evaluated every {raw['eval_every_steps']} steps",
-        ),
+        "checkpoint.best_metric": chosen,
         "early_stopping_evals": (
             f"ends after {patience} evaluations without improvement"
             if patience
@@ -449,9 +461,10 @@ def _choices(
     }
 
 
-def _result(done: dict, config: TrainConfig, workdir: str) -> Result:
+def _result(done: dict, config: TrainConfig, workdir: str, *, in_folds: bool) -> Result:
     kind = _kind_of(config.data)
-    split = "test" if "test" in done["final"] else "val"
+    # Folds score all training images once, but test images again and again.
+    split = "test" if "test" in done["final"] and not in_folds else "val"
     _, scores = run_report.quoted_scores(done["final"][split])
     looks = 1
     if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
@@ -471,9 +484,12 @@ def _result(done: dict, config: TrainConfig, workdir: str) -> Result:
     )
 
 
-def _pooled(results: Sequence[Result]) -> Result:
+def _pooled(results: Sequence[Result], networks: Sequence[TrainedNetwork]) -> Result:
     """Returns the scores over all folds; each image is scored by a run without it."""
-    counts = collections.Counter()
+    counts, scores = collections.Counter(), {}
+    if jax.process_count() == 1:
+        kind = results[0].kind
+        scores = kind.score_all(one.of_evaluation("val") for one in networks)
     for each in results:
         counts.update(each.counts)
 
@@ -483,9 +499,10 @@ def _pooled(results: Sequence[Result]) -> Result:
         return total / sum(one.examples for one in scored)
 
     names = dict.fromkeys(name for one in results for name in one.scores)
+    means = {name: mean(name) for name in names if not is_beside(name)}
     return dataclasses.replace(
         results[0],
-        scores={name: mean(name) for name in names},
+        scores=scores or means,
         examples=sum(one.examples for one in results),
         looks=max(one.looks for one in results),
         counts=counts,
@@ -495,7 +512,7 @@ def _pooled(results: Sequence[Result]) -> Result:
 
 def summary(result: Result) -> list[str]:
     """Returns lines about the score, and commands to continue with."""
-    chosen = ", which also chose the checkpoint" if result.split == "val" else ""
+    chosen = ", which also chose the checkpoint" if result.looks > 1 else ""
     on = f"on {result.examples:,} images of {result.split}{chosen}"
     if result.folds:
         on = (

@@ -1,16 +1,17 @@
 """Recognises several labels in one row of a table: tags, and columns of flags."""
 
 import collections
+import re
 from collections.abc import Sequence
 
 from vit_jax.config import fields
 from vit_jax.data.sources import table
 from vit_jax.data.tags import list_in
 
-_SEPARATORS = ("|", ";", ",")
-# A comma may also be part of a class name. It separates labels if this fraction of the
-# parts occurs in another cell too, alone or with other parts.
-_ELSEWHERE = 0.95
+# A separator may also be part of a class name, as a comma often is. It separates labels
+# if this fraction of the parts occurs in another cell too, alone or with other parts.
+_ELSEWHERE = {"|": 0.5, ";": 0.5, ",": 0.95}
+_DECIMAL = re.compile(r"\s*-?\d+,\d+\s*")
 _KEY = "--config.data.multi_label"
 
 
@@ -41,28 +42,30 @@ def of_cells(cells: Sequence) -> tuple[dict, str]:
         return {
             "multi_label": True
         }, f"lists of labels; {_KEY}=False reads each as a class"
-    for separator in _SEPARATORS:
+    about = ""
+    for separator in _ELSEWHERE:
         joined = [text for text in texts if separator in text]
         if not joined:
             continue
         shown = fields.shown(min(joined))
-        if separator == "," and not _are_tags(texts, separator):
-            return {"multi_label": False}, (
-                f"one per row, such as {shown}; {_KEY}=True separates them at the comma"
+        if _are_tags(texts, separator):
+            return {"multi_label": True, "label_separator": separator}, (
+                f"several per row, separated by {separator!r}, such as {shown}; "
+                f"{_KEY}=False reads each row as one class"
             )
-        return {"multi_label": True, "label_separator": separator}, (
-            f"several per row, separated by {separator!r}, such as {shown}; "
-            f"{_KEY}=False reads each row as one class"
-        )
-    return {"multi_label": False}, ""
+        about = f"one per row, such as {shown}; {_KEY}=True separates them"
+    return {"multi_label": False}, about
 
 
 def _are_tags(texts: set[str], separator: str) -> bool:
     """Returns whether the parts of texts occur in other texts too."""
+    if separator == "," and all(map(_DECIMAL.fullmatch, texts)):
+        return False  # 3,5 is a number.
     divided = [{*_divided(text, separator)} for text in texts]
     counts = collections.Counter(part for parts in divided for part in parts)
     parts = [part for each in divided if len(each) > 1 for part in each]
-    return sum(counts[part] > 1 for part in parts) >= _ELSEWHERE * len(parts) > 0
+    elsewhere = sum(counts[part] > 1 for part in parts)
+    return elsewhere >= _ELSEWHERE[separator] * len(parts) > 0
 
 
 def _divided(text: str, separator: str) -> list[str]:
@@ -71,5 +74,5 @@ def _divided(text: str, separator: str) -> list[str]:
 
 def unused_separator(names: Sequence[str]) -> str:
     """Returns a separator that is in none of some names."""
-    candidates = (*_SEPARATORS[:2], "\t", " | ", " || ")
+    candidates = ("|", ";", "\t", " | ", " || ")
     return next(each for each in candidates if not any(each in name for name in names))

@@ -1,5 +1,6 @@
 """Finds the columns of a table with the numbers to predict."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -21,10 +22,13 @@ def detect(of: Table, labels: str, others: Sequence[str]) -> str:
 
     Raises:
       UserError: the only column has whole numbers that recur, which may be classes; or
-        several columns have numbers, and none has labels.
+        several columns have numbers, and none has labels; or cells among numbers are
+        none.
     """
     if labels:
         return labels if are_different(numbers_of(of, labels)) else ""
+    for name in others:
+        _check_cells(of, name)
     known = {name: numbers for name in others if (numbers := numbers_of(of, name))}
     if len(others) > 1 and known:
         raise UserError(
@@ -42,6 +46,22 @@ def detect(of: Table, labels: str, others: Sequence[str]) -> str:
         f"{len(numbers):,} rows: give --target={name} to predict numbers, or "
         f"--config.data.label_key={name} if they are classes"
     )
+
+
+def _check_cells(of: Table, column: str) -> None:
+    """Raises UserError for a cell that is not a number, if most cells are numbers."""
+    bad, count = "", 0
+    for row, cells in enumerate(of.rows, 1):
+        cell = cells.get(column)
+        try:
+            number(cell, column)
+        except UserError as error:
+            bad = bad or f"{of.path} row {row} {error}"
+            cell = cell.replace(",", ".") if isinstance(cell, str) else ""
+        with contextlib.suppress(TypeError, ValueError):
+            count += bool(float(cell) < math.inf)
+    if bad and 2 * count > len(of.rows):
+        raise UserError(f"{bad}; or give --config.data.label_key for classes")
 
 
 def numbers_of(of: Table, column: str) -> list[float]:

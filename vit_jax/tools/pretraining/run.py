@@ -415,7 +415,6 @@ def _config(
     sections = method.sections(given, length)
     interval = max(1, length.steps // evaluations)
     size = (length.side, length.side)
-    best = "knn/top1" if given.photos.labelled else method.best
     raw = {
         "name": "pretrain",
         "total_steps": length.steps,
@@ -439,10 +438,14 @@ def _config(
         "eval_every_steps": interval,
         "eval_at_start": True,
         "checkpoint_every_steps": interval,
-        "checkpoint": {"max_to_keep": 1, "best_metric": best},
+        "checkpoint": {"max_to_keep": 1},
         "evals": copy.deepcopy(evals),
     }
     loading.override(TrainConfig, raw, overrides, dropped)
+    for best in ("knn/top1", method.best, ""):  # Overrides may remove evaluations.
+        if not best or best.partition("/")[0] in raw["evals"]:
+            raw["checkpoint"].setdefault("best_metric", best)
+            break
     complete(raw)  # Bad values end the command before anything is measured.
     return raw
 
@@ -481,6 +484,7 @@ def _choices(
     else:
         time = "; no time limit"
     where = "the weights" if given.pretrained else "the images"
+    best = raw["checkpoint"]["best_metric"]
     labelled = given.photos.labelled
     shown = "k-NN of labelled images" if labelled else "no labels are read"
     low_rank = f"adapters of rank {request.lora}" if request.lora else "all parameters"
@@ -508,7 +512,9 @@ def _choices(
             "from the method and the batch size",
         ),
         "checkpoint.best_metric": (
-            f"the best checkpoint by {raw['checkpoint']['best_metric']}",
-            f"evaluated before the first step and every {raw['eval_every_steps']} steps",
+            f"the best checkpoint by {best}" if best else "the last checkpoint",
+            f"evaluated before the first step and every {raw['eval_every_steps']} steps"
+            if raw["evals"]
+            else "without evaluations",
         ),
     }

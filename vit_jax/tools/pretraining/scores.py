@@ -122,6 +122,8 @@ def conclusion(scores: Scores, count: int, *, started: bool) -> str:
       count: number of training images.
       started: whether the run started from weights.
     """
+    if not scores.metric:
+        return "nothing is compared with the start: checkpoint.best_metric is empty"
     if not scores.is_compared:
         return (
             f"nothing is compared with the start: checkpoint.best_metric="
