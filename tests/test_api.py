@@ -23,6 +23,7 @@ from vit_jax.api import (
     flax_networks,
     image_preprocess,
     models,
+    nnx_networks,
     pretrained_model,
     training,
 )
@@ -90,6 +91,7 @@ def test_the_page_trains_loads_and_loops(tmp_path, monkeypatch):
         (pretrained_model, 14),
         (flax_networks, 10),
         (image_preprocess, 9),
+        (nnx_networks, 3),
         pytest.param(training, 22, marks=pytest.mark.slow),
         (callbacks, 5),
     ],

@@ -53,6 +53,8 @@ def titles_with(index, query):
         ("patch_size", "faq"),
         ("multi-host", "launch"),
         ("learning rate", "faq"),
+        ("timm", "coming_from"),
+        ("transformers", "coming_from"),
         ("install", "install"),
         ("model zoo", "model_zoo"),
         ("export", "export"),

@@ -1,8 +1,8 @@
 """The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, evaluate.
 
 `python -m vit_jax` lists the commands. The Python functions `list_models`,
-`create_model`, `load_model`, `create_flax`, `load_flax`, `load_preprocess`, `train`,
-`train_setup`, `pretrain`, `finetune`, `evaluate` and the class `Callback` are
+`create_model`, `load_model`, `create_flax`, `load_flax`, `load_nnx`, `load_preprocess`,
+`train`, `train_setup`, `pretrain`, `finetune`, `evaluate` and the class `Callback` are
 attributes of this package, imported when they are first used.
 """
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vit_jax.api.flax_networks import create_flax, load_flax
     from vit_jax.api.image_preprocess import load_preprocess
     from vit_jax.api.models import create_model, list_models
+    from vit_jax.api.nnx_networks import load_nnx
     from vit_jax.api.pretrained_model import PretrainedModel, load_model
     from vit_jax.api.training import evaluate, finetune, pretrain, train, train_setup
     from vit_jax.errors import UserError
@@ -30,6 +31,7 @@ __all__ = [
     "list_models",
     "load_flax",
     "load_model",
+    "load_nnx",
     "load_preprocess",
     "pretrain",
     "train",
@@ -39,6 +41,7 @@ _MODULES = {
     "vit_jax.api.flax_networks": ("create_flax", "load_flax"),
     "vit_jax.api.image_preprocess": ("load_preprocess",),
     "vit_jax.api.models": ("create_model", "list_models"),
+    "vit_jax.api.nnx_networks": ("load_nnx",),
     "vit_jax.api.pretrained_model": ("PretrainedModel", "load_model"),
     "vit_jax.api.training": (
         "evaluate",

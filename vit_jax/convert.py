@@ -21,6 +21,7 @@ or an address such as hf://owner/name. --to is one of
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
   onnx         the whole program for ONNX Runtime; needs: pip install -e '.[onnx]'
+  onnx_int8    the same with int8 weights, as --to=onnx --int8 writes it
 Class names and preprocessing are written into the formats that can hold them; flags
 replace the values stored with the source. --push=owner/name uploads the result with a
 model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left in
@@ -47,6 +48,9 @@ def main(flags: argparse.Namespace) -> None:
     from vit_jax.weights import export
     from vit_jax.weights.hub import push
 
+    if flags.int8 and flags.to != "onnx":
+        raise UserError(f"--int8 is for --to=onnx, not --to={flags.to}; leave it out")
+    flags.to += "_int8" if flags.int8 else ""
     out = pathlib.Path(flags.out)
     export.check(flags.to, out, overwrite=flags.overwrite)
     if flags.push:
@@ -164,6 +168,7 @@ def parser() -> cli.Parser:
     add("--model", required=True, metavar="CHECKPOINT", help="weights, see above")
     add("--to", required=True, metavar="FORMAT", help="format, one of the names above")
     add("--out", required=True, help="folder or file to write")
+    add("--int8", action="store_true", help="round the weights of --to=onnx to int8")
     cli.add_step_flag(parser)
     add("--overwrite", action="store_true", help="replace an existing --out")
     add(

@@ -206,6 +206,27 @@ def test_one_program_replaces_another(tmp_path, program_of):
 
 
 @pytest.mark.slow
+def test_int8_weights_are_small_and_give_nearly_the_same_logits(
+    tmp_path, program_of, capsys
+):
+    pytest.importorskip("jax2onnx")
+    native.WRITERS["safetensors"].write(made(), tmp_path / "x.safetensors")
+    words = f"--model={tmp_path}/x.safetensors", f"--out={tmp_path}/out", "--int8"
+    run_command("convert", [*words, "--to=onnx"])
+    assert "int8 per channel" in capsys.readouterr().out
+    found = in_onnxruntime(tmp_path / "out")(images(3))["logits"]
+    folder, run = program_of("onnx", "Ti/16")
+    wanted = run(images(3))["logits"]
+    difference = np.abs(found - wanted).max()
+    assert 1e-6 < difference < 0.1 * np.abs(wanted).max()
+    sizes = [(at / "model.onnx").stat().st_size for at in (tmp_path / "out", folder)]
+    assert sizes[0] < 0.6 * sizes[1]  # A small network is mostly operations.
+    assert [p.name for p in (tmp_path / "out").iterdir() if ".data" in p.name] == []
+    with pytest.raises(UserError, match="--int8 is for --to=onnx, not --to=timm"):
+        run_command("convert", [*words, "--to=timm", "--overwrite"])
+
+
+@pytest.mark.slow
 def test_the_command_prints_nothing_of_jax2onnx(tmp_path):
     pytest.importorskip("jax2onnx")
     export.export(made(), "safetensors", tmp_path / "x.safetensors")

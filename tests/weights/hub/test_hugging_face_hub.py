@@ -74,6 +74,18 @@ def test_other_weights_are_fetched_where_there_are_no_safetensors(model):
     assert names(download("hf://a/b")) == ["some.npz"]
 
 
+def test_flax_files_are_fetched_where_only_they_are(model):
+    flax = {"flax_model.msgpack": CONTENT, "config.json": b"{}"}
+    model.repositories["a/b"] = {"tf_model.h5": b"", **flax}
+    assert names(download("hf://a/b")) == sorted(flax)
+    model.repositories["a/c"] = {"pytorch_model.bin": b"torch", **flax}
+    assert names(download("hf://a/c")) == ["config.json", "pytorch_model.bin"]
+    shards = {f"flax_model-0000{i}-of-00002.msgpack": b"%d" % i for i in (1, 2)}
+    shards |= {"flax_model.msgpack.index.json": b"{}"}
+    model.repositories["a/d"] = shards
+    assert names(download("hf://a/d")) == sorted(shards)
+
+
 def test_all_parts_of_sharded_weights_are_fetched(model):
     parts = {f"model-0000{i}-of-00003.safetensors": b"%d" % i for i in (1, 2, 3)}
     index = {"model.safetensors.index.json": b"{}"}

@@ -14,6 +14,7 @@ from vit_jax.weights.formats import (  # noqa: F401
     mae,
     mixer,
     native,
+    onnx_int8,
     open_clip,
     programs,
     swin,

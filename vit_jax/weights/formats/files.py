@@ -19,7 +19,7 @@ import safetensors
 import safetensors.numpy
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import torch_file
+from vit_jax.weights.formats import flax_file, torch_file
 
 # File names in a folder, best first; after these, any single file with a known suffix.
 _FOLDER = (
@@ -27,10 +27,12 @@ _FOLDER = (
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
+    "flax_model.msgpack.index.json",
+    "flax_model.msgpack",
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt")
+_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt", ".msgpack")
 
 # JSON files with these names describe the weights if they have one of these keys.
 ADAPTER = "adapter_config.json"
@@ -83,7 +85,7 @@ class Tensors:
 
 
 def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
-    """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.
+    """Reads an .npz, .safetensors, PyTorch or Flax file, or a folder with one model.
 
     Args:
       path: local path of a file, of a folder with one such file, or of a folder with the
@@ -113,6 +115,10 @@ def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
         )
     if not flat:
         raise UserError(f"{path} holds no arrays: give a file with weights")
+    try:
+        flat = flax_file.torch_names(flat)
+    except ValueError as error:
+        raise UserError(f"{path} is not a model of transformers: {error}") from error
     folder = path if path.is_dir() else path.parent
     sidecars = _sidecars(folder) if described else {}
     return Tensors(
@@ -223,6 +229,8 @@ def _read_file(
             torch_file.check_expansion(expanded, path.stat().st_size, "its arrays")
             with np.load(path, allow_pickle=False) as file:
                 return kind, dict(file), {}
+        if kind == "msgpack":
+            return kind, flax_file.read(path), {}
     except UserError:
         raise
     except Exception as error:  # A damaged or malicious header can raise anything.
@@ -292,7 +300,7 @@ def release(array: np.ndarray) -> None:
 
 
 def _kind(path: pathlib.Path) -> str:
-    """Returns "npz", "safetensors" or "torch"."""
+    """Returns "npz", "safetensors", "torch" or "msgpack"."""
     with path.open("rb") as file:
         start = file.read(32)
     if start[:2] == b"PK":
@@ -314,11 +322,13 @@ def _kind(path: pathlib.Path) -> str:
         return "safetensors"
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         return "torch"  # A pickle without an archive, as before PyTorch 1.6.
+    if flax_file.starts(start):
+        return "msgpack"
     other = f"it begins with {start[:8]!r}" if start else "it is empty"
     hints = (text for sign, text in _HINTS.items() if start.startswith(sign))
     raise UserError(
         f"{path} is neither a readable .npz checkpoint, nor .safetensors, nor a PyTorch "
-        f"file: {next(hints, other)}"
+        f"or Flax file: {next(hints, other)}"
     )
 
 

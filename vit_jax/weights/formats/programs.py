@@ -169,7 +169,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     for name in ("jax2onnx", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with _silenced():
+        with silenced():
             import jax2onnx
     except ImportError as error:
         raise UserError(
@@ -177,7 +177,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
         ) from error
     program = build(pretrained)
     # jax2onnx prints what it traces, and adds vectors to images.
-    with _silenced(), jax.numpy_rank_promotion("allow"):
+    with silenced(), jax.numpy_rank_promotion("allow"):
         jax2onnx.to_onnx(
             lambda *images: program.function(program.params, *images),
             list(program.batch),
@@ -192,7 +192,8 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
+    """Discards what a library prints."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         yield

@@ -17,7 +17,7 @@ from vit_jax.weights.hub.urls import DownloadError
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _CHECK_HASH = "correct the hash, or give another revision"
 
-# Best first. Files of other frameworks (flax_model.msgpack, tf_model.h5) are not read.
+# Best first. Files of TensorFlow (tf_model.h5) are not read.
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -28,6 +28,8 @@ _WEIGHTS = (
     "*.bin",
     "*.pth",
     "*.pt",
+    "flax_model.msgpack",
+    "flax_model.msgpack.index.json",
 )
 _SIDECARS = (
     "config.json",
@@ -112,7 +114,7 @@ def _best_weights(inside: Sequence[str], source: str) -> str:
             raise DownloadError(source, reason, "give the path of one file")
         if matches:
             return matches[0]
-    reason = "has no weights in a known format (safetensors, npz or PyTorch)"
+    reason = "has no weights in a known format (safetensors, npz, PyTorch or Flax)"
     raise DownloadError(source, reason, f"it has {_shorten(inside) or 'no files'}")
 
 
