@@ -84,6 +84,10 @@ def new_flax(**more):
     return vit_jax.create_flax("Ti/8", **{"image_size": 16, "depth": 1, **more})
 
 
+def nnx_of(w, **more):
+    return vit_jax.load_nnx(w, tell=str, **more)
+
+
 def images_of(w, **more):
     return vit_jax.load_preprocess(w, tell=str, **more)
 
@@ -134,6 +138,8 @@ VALUES = [
     ("load_flax", flax_of, "dtype", ("int8",)),
     ("load_flax", flax_of, "depth", (3,)),
     ("load_flax", flax_of, "shardings", (3,)),
+    ("load_nnx", nnx_of, "num_classes", ("ten",)),
+    ("load_nnx", nnx_of, "rngs", (3,)),
     ("create_flax", vit_jax.create_flax, "variant", (3,)),
     ("create_flax", new_flax, "channels", (0, "3")),
     ("create_flax", new_flax, "dtype", ("int8",)),
@@ -213,6 +219,10 @@ CALLS = {
         (lambda w: flax_of(w, num_labels=3), "num_labels=3: .*num_classes"),
         (lambda w: flax_of(w, shardings={"cls": 3}), "shardings lacks .*/bias"),
         (lambda w: flax_of(w, shardings=jax.make_mesh((2,), ("x",))), "'data'"),
+    ],
+    "load_nnx": [
+        (lambda: vit_jax.load_nnx(), "load_nnx: .*'source'"),
+        (lambda w: nnx_of(w, depht=3), "depht=3: .*Ti/8: .*depth.*width"),
     ],
     "create_flax": [(lambda: new_flax(depht=3), "model.depht")],
     "load_preprocess": [

@@ -1,13 +1,22 @@
 """Networks as modules of Flax NNX, for loops of users."""
 
+import dataclasses
 import os
 
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.api.flax_networks import load_flax
+from vit_jax.config import arguments
+from vit_jax.config.fields import key
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    rngs: nnx.Rngs = key(nnx.Rngs(0), "Random keys of dropout.")
+
+
+@arguments.checked(_Arguments)
 def load_nnx(
     source: str | os.PathLike, *, rngs: nnx.Rngs | None = None, **options
 ) -> nnx.Module:
