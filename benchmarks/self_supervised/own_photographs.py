@@ -228,7 +228,7 @@ def tables(out):
             elif path.exists():
                 steps = json.loads((workdir / "report.json").read_text())["steps"]
                 done = json.loads(path.read_text())
-                scores = f"{shown([done['knn']])}   {shown([done['probe']])}"
+                scores = f"{shown([done['knn']])}   {shown([done['probe']['top1']])}"
             else:
                 continue
             lines.append(f"{what:<32}{steps:<8}{scores}")
