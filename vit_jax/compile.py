@@ -84,18 +84,19 @@ def _try_meshes(flags, config, devices, examples, limit) -> list:
     """Compiles the candidates of --mesh=auto, and prints them and the choice."""
     from vit_jax.tools.planning import mesh_choice
 
+    def say(line):
+        if not flags.json:
+            print(line, flush=True)
+
     rows = []
-    if not flags.json:
-        print(mesh_choice.line(), flush=True)
+    say(mesh_choice.line())
     for row in mesh_choice.compare(config, devices, examples, limit):
         rows.append(row)
-        if not flags.json:
-            print(mesh_choice.line(row), flush=True)
-    if not flags.json:
-        print(mesh_choice.reason(rows))
-        if chosen := mesh_choice.choose(rows):
-            words = (f"--config.{key}={value}" for key, value in chosen.keys.items())
-            print(f"for training: {' '.join(words)}\n", flush=True)
+        say(mesh_choice.line(row))
+    say(mesh_choice.reason(rows))
+    if chosen := mesh_choice.choose(rows):
+        words = (f"--config.{key}={value}" for key, value in chosen.keys.items())
+        say(f"for training: {' '.join(words)}\n")
     return rows
 
 

@@ -85,6 +85,8 @@ def _with_keys(
     Raises:
       UserError: a key is unknown, or its value changes the shapes of parameters.
     """
+    if not given:
+        return pretrained
     variant = pretrained.options["variant"]
     known = fields.fields(models.VARIANTS.find(variant, "model")).keys() - {"variant"}
     if unknown := sorted(given.keys() - known):

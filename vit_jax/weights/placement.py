@@ -28,9 +28,9 @@ def resolve(shardings: Shardings | None, model: Model) -> Mapping | None:
     Raises:
       UserError: the shardings do not fit the parameters or the mesh.
     """
-    shapes = model.shapes
     if shardings is None:
         return None
+    shapes = model.shapes
     if isinstance(shardings, Mesh):
         shardings = _by_rules(shardings, model)
     elif isinstance(shardings, Sharding):

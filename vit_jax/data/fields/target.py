@@ -18,8 +18,8 @@ from vit_jax.data.sources.base import Beside, Source, name_of, read_all
 from vit_jax.errors import UserError
 
 NAME = "targets"  # Name in a record and in a batch.
-# Texts of a table that stand for a missing number, as in pandas.
 _LOST = 1e-3  # Largest rounding to float32, in standard deviations.
+# Texts of a table that stand for a missing number, as in pandas.
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "<na>"}
 
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,20 +75,20 @@ def finetune(
     keys = _keys(overrides, group=group, target=target)
     request = _request(place, masks, model, keys, say, minutes, aspect)
     request = dataclasses.replace(request, calibrates=calibrate)
-    trained, networks = [], []
+    trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
         if folds:
             say(f"fold {fold + 1} of {folds}: {folder}")
         one = dataclasses.replace(request, fold=(fold, folds))
         trained.append(_train(one, folder, callbacks))
-        networks.append(TrainedNetwork(trained[-1][0], folder))
     config, result = trained[0]
+    # With several processes, none has all the parameters.
+    network = TrainedNetwork(config, workdir) if jax.process_count() == 1 else None
     if folds:
-        result = _pooled([one for _, one in trained], networks)
-    network = networks[0] if jax.process_count() == 1 else None
+        result = _pooled(trained, network)
     result = _calibrated(result, config, network, calibrate, say)
-    if not network:  # No process has all the parameters.
+    if not network:
         return result
     say("collecting mistakes")
     score = summary(result)[0]
@@ -484,12 +485,22 @@ def _result(done: dict, config: TrainConfig, workdir: str, *, in_folds: bool) ->
     )
 
 
-def _pooled(results: Sequence[Result], networks: Sequence[TrainedNetwork]) -> Result:
-    """Returns the scores over all folds; each image is scored by a run without it."""
+def _pooled(
+    trained: Sequence[tuple[TrainConfig, Result]], first: TrainedNetwork | None
+) -> Result:
+    """Returns the scores over all folds; each image is scored by a run without it.
+
+    `first` is the network of the first fold; None if there are several processes.
+    """
+    results = [result for _, result in trained]
     counts, scores = collections.Counter(), {}
-    if jax.process_count() == 1:
-        kind = results[0].kind
-        scores = kind.score_all(one.of_evaluation("val") for one in networks)
+    if first:
+        # One after another, so that only the first stays in memory.
+        others = (TrainedNetwork(config, one.workdir) for config, one in trained[1:])
+        networks = itertools.chain([first], others)
+        scores = results[0].kind.score_all(
+            network.of_evaluation("val") for network in networks
+        )
     for each in results:
         counts.update(each.counts)
 
