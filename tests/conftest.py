@@ -10,6 +10,7 @@ import tempfile
 
 from hosts import kill_started, xla_flags
 
+gc.disable()  # Until all modules are imported.
 # Before JAX starts. Programs are compiled in a hurry; what users get is run by the digits,
 # alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
@@ -30,11 +31,10 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
+from hurry import hurry
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
-# The collector takes a sixth of the time otherwise: a trace is many small objects, all kept.
-gc.set_threshold(10_000)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -75,6 +75,24 @@ LONG += ("test_digits.py", "test_exchanges.py", "test_soak.py", "test_failing_sa
 LONG += ("test_notebooks.py", "test_encoder.py", "test_resume.py", "test_starting.py")
 # Of the fast tests.
 LONG += ("test_self_supervised.py", "test_configs.py", "test_api.py")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files without a mark that is asked for: importing all takes a minute."""
+    marks = config.option.markexpr
+    if collection_path.suffix == ".py" and marks and "not" not in marks:
+        text = collection_path.read_text()
+        return True if not any(m in text for m in marks.split(" or ")) else None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Begins to collect garbage when all modules are imported."""
+    found = yield
+    gc.enable()
+    hurry()
+    return found
 
 
 def pytest_collection_modifyitems(items):

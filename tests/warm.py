@@ -115,8 +115,11 @@ def _interrupt(signum, frame):
 
 
 def _serve(folder, memory):
+    from hurry import hurry  # It imports JAX.
+
     answers = os.fdopen(os.dup(1), "w")
     orders = os.fdopen(os.dup(0), "r")
+    hurry()
     sys.path.insert(0, "")  # As `python -m` has it.
     signal.signal(signal.SIGALRM, _interrupt)
     if memory:
