@@ -26,7 +26,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import flax
 import jax
 import numpy as np
 import pytest
@@ -40,34 +39,6 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 
-_param, _checked = flax.core.Scope.param, set()
-
-
-def _param_checked_once(self, name, init_fn, *args, unbox=True, **keys):
-    """Returns a parameter; its initialiser has shown once that it makes such a shape.
-
-    Flax evaluates the initialiser of each parameter in each trace, to compare the shapes:
-    that is half of the time of a trace.
-    """
-    if keys or not self.has_variable("params", name):
-        return _param(self, name, init_fn, *args, unbox=unbox, **keys)
-    value = self.get_variable("params", name)
-    case = init_fn, args, np.shape(value)
-    try:
-        known = case in _checked
-    except TypeError:  # It cannot be hashed.
-        return _param(self, name, init_fn, *args, unbox=unbox)
-    if not known:
-        value = _param(self, name, init_fn, *args, unbox=unbox)
-        _checked.add(case)
-        return value
-    self.reserve(name, "params")
-    return flax.core.meta.unbox(value) if unbox else value
-
-
-flax.core.Scope.param = _param_checked_once
-
-
 # Files of minutes, the longest first: begun last, they would keep one worker waiting.
 LONG = ("test_benchmarks.py", "test_two_hosts.py", "test_smoke.py", "test_docs.py")
 LONG += ("test_docs_pretraining.py", "test_config_commands.py", "test_timm_registry.py")
@@ -78,7 +49,7 @@ LONG += ("test_self_supervised.py", "test_configs.py", "test_api.py")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out files without a mark that is asked for: importing all takes a minute."""
+    """Leaves out files without a mark that is asked for, which each worker would import."""
     marks = config.option.markexpr
     if collection_path.suffix == ".py" and marks and "not" not in marks:
         text = collection_path.read_text()

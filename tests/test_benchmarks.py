@@ -21,16 +21,12 @@ SCRIPTS = [
     for name, text in sorted(SOURCES.items())
     if "__main__" in text and not name.startswith(ELSEWHERE)
 ]
-# Those that start processes, have other devices or use PyTorch.
+# Those whose process has devices of its own, or uses PyTorch.
 APART = [
-    pytest.param(name, marks=[pytest.mark.parity] * ("\nimport torch\n" in text))
+    name
     for name in SCRIPTS
-    if any(
-        x in (text := SOURCES[name])
-        for x in ("subprocess", "XLA_FLAGS", "import torch")
-    )
+    if re.search("XLA_FLAGS|^import torch$", SOURCES[name], re.MULTILINE)
 ]
-TOGETHER = sorted({*SCRIPTS} - {param.values[0] for param in APART})
 # Threads of PyTorch beside other tests do not spin.
 OWN = {"XLA_FLAGS": HURRY, "OMP_WAIT_POLICY": "passive"}
 
@@ -48,16 +44,27 @@ def test_the_readme_has_a_line_for_every_script():
     assert sorted(listed) == sorted(name.replace("/", ".") for name in runs)
 
 
-@pytest.mark.slow
-def test_benchmarks_of_one_process_run():
-    commands = [["python", f"benchmarks/{name}.py", "--smoke"] for name in TOGETHER]
-    warm.run_all(commands, ROOT, PYTHONPATH=str(ROOT), **OWN)
+@pytest.fixture(scope="module")
+def process():
+    """A process that runs one script after another."""
+    with warm.Process(ROOT, fork=True, PYTHONPATH=str(ROOT), **OWN) as process:
+        yield process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", APART)
-def test_a_benchmark_runs(name):
-    module = f"benchmarks.{name.replace('/', '.')}"
-    done = run_python("-m", module, "--smoke", **OWN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.parity] * ("\nimport torch\n" in SOURCES[name])
+        )
+        for name in SCRIPTS
+    ],
+)
+def test_a_benchmark_runs(name, process):
+    if name not in APART:
+        assert warm.succeed(process, f"benchmarks/{name}.py", ["--smoke"])
+        return
+    done = run_python("-m", f"benchmarks.{name.replace('/', '.')}", "--smoke", **OWN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
