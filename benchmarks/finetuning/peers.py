@@ -22,7 +22,7 @@ transformers   Trainer as in its image-classification example: random resized cr
 fine-tuning, so its runs divide the minutes by the number of --rates and keep the best by val.
 
 Prints top-1 of test and wall seconds per run, then a row per method. Needs the extra parity and
-scikit-learn.
+scikit-learn; transformers' Trainer also accelerate.
 """
 
 import argparse
@@ -42,13 +42,17 @@ from benchmarks import smoke
 from benchmarks.finetuning import finetune
 
 TIMM_MODEL = "deit_tiny_patch16_224"
-# Runs a script beside a torchvision that PyTorch's CPU build cannot use.
-START = """
+# Programs, which work beside a torchvision that PyTorch's CPU build cannot use.
+TIMM = """
 import runpy, sys
 from benchmarks.timm_import import import_timm
 import_timm()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+TRANSFORMERS = """
+from benchmarks.finetuning import peers_transformers
+peers_transformers.main()
 """
 
 
@@ -120,10 +124,7 @@ def run_timm(photos, seed, args, rate, epochs, to):
     if args.dtype != "float32":
         words += f" --amp --amp-dtype {args.dtype}"
     train = pathlib.Path(args.timm).resolve() / "train.py"
-    with (to / "log").open("w") as log:
-        command = [sys.executable, "-c", START, train, "--data-dir", photos]
-        command += words.split()
-        subprocess.run(command, stdout=log, stderr=log, check=True)
+    start(TIMM, train, "--data-dir", photos, *words.split(), to=to)
 
 
 def test_timm(photos, checkpoint):
@@ -165,15 +166,16 @@ def transformers(photos, seed, args, to):
 
 def run_transformers(photos, seed, args, weights, epochs, to):
     """Runs transformers' Trainer in a process of its own."""
-    finetune.run(
-        "benchmarks.finetuning.peers_transformers",
-        photos,
-        f"--weights={weights}",
-        f"--seed={seed}",
-        f"--epochs={epochs}",
-        f"--dtype={args.dtype}",
-        f"--out={to}",
-    )
+    to.mkdir(parents=True, exist_ok=True)
+    words = f"--weights={weights} --seed={seed} --epochs={epochs} --dtype={args.dtype}"
+    start(TRANSFORMERS, photos, *words.split(), f"--out={to}", to=to)
+
+
+def start(program, *words, to):
+    """Runs a program; its output goes to a file beside the runs."""
+    with (to / "log").open("w") as log:
+        command = [sys.executable, "-c", program, *words]
+        subprocess.run(command, stdout=log, stderr=log, check=True)
 
 
 METHODS = {"vit_jax": vit_jax, "timm": timm, "transformers": transformers}
@@ -183,7 +185,9 @@ def main(args):
     """Runs the methods with each seed, and prints a table."""
     work = pathlib.Path(args.work).resolve()
     if args.smoke:  # A network of seconds in place of published weights.
-        finetune.run("vit_jax.train", "--config=digits:quick", f"--workdir={args.model}")
+        finetune.run(
+            "vit_jax.train", "--config=digits:quick", f"--workdir={args.model}"
+        )
     data_dir = pathlib.Path(args.data_dir).resolve()
     photos = make_folders(finetune.make_set(args.set, data_dir, work))
     methods, scores = args.methods.split(","), {}
