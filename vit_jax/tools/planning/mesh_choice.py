@@ -61,7 +61,9 @@ def candidates(devices: Sequence, model: int = 1) -> list[tuple[str, dict[str, i
 
 def _group(device) -> int:
     """Returns the slice of a TPU chip, or the host of a GPU."""
-    return device.slice_index if device.platform == "tpu" else device.process_index
+    if device.platform == "tpu":  # The chips of a single slice have no index.
+        return getattr(device, "slice_index", 0)
+    return device.process_index
 
 
 def compare(
