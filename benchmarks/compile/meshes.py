@@ -10,12 +10,14 @@ names --only matches; --csv and --plot write all of them.
 """
 
 import csv
+import dataclasses
 import pathlib
 import re
 
 from benchmarks import smoke
 from benchmarks.compile import ahead
-from vit_jax.tools.planning import costs
+from vit_jax.tools.planning import costs, mesh_choice
+from vit_jax.tools.planning.analysis import Analysis, Roofline
 
 _I21K = "configs/b16_i21k.py:model="
 _FULL = ("model.remat_policy=full",)
@@ -73,26 +75,36 @@ def _rows():
                 yield f"{name} {kind} {count}", words
 
 
+def _candidate(mesh):
+    """Reads a candidate that `mesh_choice.to_json` wrote."""
+    values = {field.name: mesh[field.name] for field in dataclasses.fields(Analysis)}
+    if times := mesh["roofline"]:
+        names = (field.name for field in dataclasses.fields(Roofline))
+        values["roofline"] = Roofline(*(times[name] for name in names))
+    return mesh_choice.Candidate(mesh["name"], mesh["keys"], Analysis(**values))
+
+
 def _cells(row):
-    """Returns a dict of _FIELDS for each mesh of a row."""
+    """Yields a dict of _FIELDS for each mesh of a row."""
     program, kind, count = row["name"].rsplit(" ", 2)
-    for mesh in row["meshes"]:
-        sizes = mesh["settings"]["mesh"]
-        same = all(row["settings"]["mesh"][axis] == n for axis, n in sizes.items())
-        place = program, kind, int(count), mesh["name"], *mesh["keys"].values()
+    candidates = [_candidate(mesh) for mesh in row["meshes"]]
+    chosen = mesh_choice.choose(candidates)
+    for one in candidates:
+        result, sent = one.result, one.result.collectives
+        place = program, kind, int(count), one.name, *one.keys.values()
         values = [""] * (len(_FIELDS) - len(place))
-        if mesh["fits"]:
-            sent = mesh["collectives"]
-            of_loss = (one for one in sent if one["purpose"] in costs.SCOPES)
+        if result.fits:
+            links, network = mesh_choice.traffic(result)
+            of_loss = (part for part in sent if part["purpose"] in costs.SCOPES)
             values = (
-                f"{mesh['peak_bytes'] / 2**30:.2f}",
-                sum(one["count"] for one in sent),
-                f"{mesh['links'] / 1e6:.0f}",
-                f"{mesh['network'] / 1e6:.0f}",
-                f"{sum(one['sent'] for one in of_loss) / 1e6:.0f}",
-                f"{mesh['roofline']['floor'] * 1e3:.2f}",
-                mesh["roofline"]["bound"],
-                "yes" if same else "",
+                f"{result.peak_bytes / 2**30:.2f}",
+                sum(part["count"] for part in sent),
+                f"{links / 1e6:.0f}",
+                f"{network / 1e6:.0f}",
+                f"{sum(part['sent'] for part in of_loss) / 1e6:.0f}",
+                f"{result.roofline.floor * 1e3:.2f}",
+                result.roofline.bound,
+                "yes" if one is chosen else "",
             )
         yield dict(zip(_FIELDS, (*place, *values), strict=True))
 

@@ -37,8 +37,7 @@ ASSUMPTIONS = {
     "tpu": (
         *_ASSUMPTIONS,
         "all links of a chip carry equal shares at the same time",
-        "each chip has an equal share of its slice's network to other slices; where its "
-        "speed is unknown (v2 to v4, v5p, 7x), that of the links",
+        "chips share their slice's network equally; if unknown, it is as fast as links",
     ),
     "gpu": (
         *_ASSUMPTIONS,
