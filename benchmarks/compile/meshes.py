@@ -31,7 +31,8 @@ _PROGRAMS = {
     "CLIP L/14": (
         "configs/clip.py:model=L/14",
         128,
-        (*_FULL, "data.tokenizer=bytes"),  # Nothing to download; the same program.
+        # The bytes need no download, and give the same program.
+        (*_FULL, "model.scan=True", "data.tokenizer=bytes"),
     ),
 }
 # Kinds of devices to topologies and numbers of slices, by the number of devices.
