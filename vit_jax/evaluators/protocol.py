@@ -2,8 +2,7 @@
 
 An evaluator is a dataclass of config keys whose method `open` returns forward passes
 and the function that scores their outputs. It is listed in `EVALUATORS`. Letters: K
-classes, R
-R rows.
+classes, R rows.
 """
 
 import dataclasses

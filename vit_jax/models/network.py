@@ -38,6 +38,8 @@ class NetworkConfig(ModelConfig):
       no_sequences: reason why the module does not support images as sequences of
         patches (patches.py), for messages; "" if it does.
       has_encoder: whether the network is a Vision Transformer, see intermediates.py.
+      has_state: whether the module has running means, in the collection STATE. Those of a
+        user's network are detected.
       stacked: whether parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before the patches.
       num_blocks: number of blocks that `layer_of` distinguishes.
@@ -54,6 +56,7 @@ class NetworkConfig(ModelConfig):
     side_multiple: ClassVar[int | None] = None
     encoder_stride: ClassVar[int] = 0
     has_encoder: ClassVar[bool] = False
+    has_state: ClassVar[bool] = False
     stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
     num_blocks: ClassVar[int] = 0
@@ -297,7 +300,7 @@ def build(
                 f"{max(1, round(pixels / multiple)) * multiple}"
             )
     if not fields.is_custom(variant):
-        return config.build(num_classes, image_shape), True, False
+        return config.build(num_classes, image_shape), True, config.has_state
     if taken := _OF_CREATE & {*fields.fields(type(config))}:
         raise UserError(
             f"model.variant={variant!r} has a key {min(taken)!r}, which is an argument of "

@@ -160,8 +160,8 @@ def _check_running_means(
         raise UserError(
             f"task.name={config.task.name!r} does not support the running means "
             f"({models.STATE}) of model.variant={config.model.variant!r}: choose the task "
-            "classification, distillation, lora or linear_probe, or a model with "
-            "GroupNorm or LayerNorm"
+            "classification, regression, distillation, lora or linear_probe, or a model "
+            "with GroupNorm or LayerNorm"
         )
     if not config.optim.freeze:
         return []
