@@ -20,6 +20,8 @@ Looked up in November 2026:
   (HGX B200, HGX B300), as others quote them: NVIDIA's pages could not be read. From
   A100 on they give operations "with sparsity", and NVLink in both directions together;
   the numbers here are half of each.
+- Network between TPU slices: "TPU v6e" has 6.4 Tbit/s for 256 chips of v5e and 25.6 for
+  256 of v6e.
 - Network: one adapter per GPU, with 200 Gbit/s in hosts of 8 A100 (HDR) and 400 Gbit/s
   in hosts of 8 H100 and H200 (NDR) and B200 (ConnectX-7, by MLPerf's system
   descriptions).
@@ -50,8 +52,8 @@ class Chip:
       memory_bandwidth: bytes per second, read and written together.
       link_bandwidth: bytes per second that it can send to other devices, over all of
         its links at once (ICI or NVLink, also of a bridge between cards); 0 if none.
-      network_bandwidth: bytes per second that it can send to other hosts; 0 if unknown,
-        and for TPUs, whose links reach other hosts.
+      network_bandwidth: bytes per second that it can send to other hosts, or as a TPU,
+        whose links reach other hosts, to other slices; 0 if unknown.
       cores: number of TPU cores that act as one device.
     """
 
@@ -71,9 +73,9 @@ _TABLE = """
 TPU v2 core     | TPU v2                           |      23 |  8 GiB |   350 |   124 |       0
 TPU v3 core     | TPU v3                           |    61.5 | 16 GiB |   450 |   164 |       0
 TPU v4          | TPU v4                           |     275 | 32 GiB | 1,200 |   300 |       0 | 2
-TPU v5e         | TPU v5 lite, TPU v5e             |     197 | 16 GiB |   819 |   200 |       0
+TPU v5e         | TPU v5 lite, TPU v5e             |     197 | 16 GiB |   819 |   200 |   3.125
 TPU v5p         | TPU v5, TPU v5p                  |     459 | 95 GiB | 2,765 |   600 |       0 | 2
-TPU v6e         | TPU v6 lite, TPU v6e             |     918 | 32 GiB | 1,638 |   400 |       0
+TPU v6e         | TPU v6 lite, TPU v6e             |     918 | 32 GiB | 1,638 |   400 |    12.5
 TPU 7x core     | TPU7x                            | 1,153.5 | 96 GiB | 3,690 |   300 |       0
 V100 SXM2 16 GB | Tesla V100-SXM2-16GB             |     125 |  16 GB |   900 |   150 |       0
 V100 SXM2 32 GB | Tesla V100-SXM2-32GB             |     125 |  32 GB |   900 |   150 |       0

@@ -16,6 +16,7 @@ from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.models.layers import PatchEmbedding
+from vit_jax.tasks import dino_losses, similarities
 from vit_jax.tools.planning import analysis, costs, hlo
 from vit_jax.training import config as configuration
 from vit_jax.training import train_setup
@@ -87,6 +88,54 @@ def test_a_recipe_that_is_not_compiled_is_like_one_that_is():
     for recipe, other in ALIKE.items():
         assert other in COMPILED
         assert parts_of(recipe) == parts_of(other), recipe
+
+
+def _sinkhorn(x, targets):
+    return -jnp.sum(dino_losses.sinkhorn_knopp(targets, 0.1) * jax.nn.log_softmax(x))
+
+
+def _softmax(x, texts):
+    one = jnp.float32(1)
+    return similarities.softmax(x, texts, one, one, chunk=IMAGES)[0]
+
+
+# A group of KoLeo has the images of two devices.
+LOSSES = {
+    "koleo": lambda x, _: dino_losses.koleo(x, 2 * IMAGES),
+    "sinkhorn": _sinkhorn,
+    "contrastive": _softmax,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_all_images_needs_no_more_on_more_devices(name):
+    compiled, sent = [], []
+    for count in (DEVICES, 2 * DEVICES):
+        mesh = meshes.create(meshes.MeshConfig(), jax.devices()[:count])
+
+        def step(x, other, mesh=mesh):
+            with sharding.activations(mesh):
+                return LOSSES[name](x, other)
+
+        rows = jax.ShapeDtypeStruct(
+            (count * IMAGES, 12), jnp.float32, sharding=meshes.batched(mesh)
+        )
+        whole, split = meshes.replicated(mesh), meshes.batched(mesh)
+        both = jax.jit(jax.value_and_grad(step), out_shardings=(whole, split))
+        compiled.append(both.lower(rows, rows).compile())
+        module = hlo.parse(compiled[-1].as_text())
+        found = costs.find_collectives(module, [0] * count)
+        sent.append([(one.kind, one.bytes, one.times) for one in found])
+    few, many = (one.memory_analysis().temp_size_in_bytes for one in compiled)
+    assert many <= few * 1.05
+    # The captions visit each device.
+    times = 2 if name == "contrastive" else 1
+    once = [kind == "all-reduce" for kind, *_ in sent[0]]
+    expected = [
+        (kind, size, count * (1 if alone else times))
+        for (kind, size, count), alone in zip(sent[0], once, strict=True)
+    ]
+    assert sent[0] and sent[1] == expected
 
 
 # In tiny networks XLA gathers what a wide last layer reads, if that is less than the layer.

@@ -143,6 +143,31 @@ ENTRY %main (a: f32[6]) -> f32[6] {
 """
 
 
+# The TPU compiler slices a padded array where it splits a product into a ring's steps.
+PADDED = """
+HloModule m
+
+%inner (s: bf16[8,1,6], i: s32[]) -> bf16[8,2,3] {
+  %s = bf16[8,1,6]{2,1,0} parameter(0)
+  %c = bf16[] constant(-inf)
+  %wide = bf16[8,2,6]{2,1,0} pad(%s, %c), padding=0_0x0_1x0_0
+  %z = s32[] constant(0)
+  %i = s32[] parameter(1)
+  ROOT %part = bf16[8,2,3]{2,1,0} dynamic-slice(%wide, %z, %z, %i), dynamic_slice_sizes={8,2,3}
+}
+
+ENTRY %main (a: bf16[8,1,6], n: s32[]) -> bf16[8,2,3] {
+  %a = bf16[8,1,6]{2,1,0} parameter(0)
+  %n = s32[]{:S(2)} parameter(1)
+  ROOT %x = bf16[8,2,3]{2,1,0:S(1)} fusion(%a, %n), kind=kLoop, calls=%inner
+}
+"""
+
+
+def test_of_a_slice_of_a_padded_array_the_padding_is_not_read():
+    assert costs.count_bytes_moved(hlo.parse(PADDED)) == 2 * 8 * 3
+
+
 def test_what_only_names_memory_moves_nothing():
     assert costs.count_bytes_moved(hlo.parse(BUFFERS)) == 24 + 24
 

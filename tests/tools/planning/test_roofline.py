@@ -55,3 +55,9 @@ def test_links_and_network_send_at_the_same_time():
     found = analysis.estimate_roofline(chip, 2e12, 1e9, [one])
     assert (one.sent, one.network) == (2e9, 1e9)
     assert (found.overlapped, found.bound) == (pytest.approx(0.1), "links")
+    # Of 2 slices: all goes over the network, at the speed of the links if it is unknown.
+    one = dataclasses.replace(one, devices=2, hosts=1, slices=True)
+    found = analysis.estimate_roofline(chip, 2e12, 1e9, [one])
+    assert found.overlapped == pytest.approx(0.2)
+    found = analysis.estimate_roofline(CHIP, 2e12, 1e9, [one])
+    assert found.overlapped == pytest.approx(0.04)

@@ -36,7 +36,8 @@ _ASSUMPTIONS = (
 ASSUMPTIONS = {
     "tpu": (
         *_ASSUMPTIONS,
-        "all links of a chip carry equal shares at the same time, between slices too",
+        "all links of a chip carry equal shares at the same time",
+        "chips share their slice's network equally; if unknown, it is as fast as links",
     ),
     "gpu": (
         *_ASSUMPTIONS,
@@ -386,7 +387,11 @@ def estimate_roofline(
     def transfer(overlapped):
         chosen = [one for one in collectives if one.overlapped == overlapped]
         sent = sum(one.times * one.sent for one in chosen)
-        network = sum(one.times * one.network for one in chosen)
+        # `sent` has the bytes between slices too: if their network is unknown, they are
+        # counted at the speed of the links, which are faster.
+        network = sum(
+            one.times * (one.network or one.slices * one.sent) for one in chosen
+        )
         # An unknown bandwidth makes the time unknown; 0 is still a lower bound.
         return max(
             sent / (chip.link_bandwidth or math.inf),

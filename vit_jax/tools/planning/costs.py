@@ -643,6 +643,8 @@ def _read(module, inner, body):
                 )
             elif user.opcode in _SAME:
                 size += _read(module, user, body)
+            elif user.opcode == "pad" and position == 0:  # The padding is not read.
+                size += _read(module, user, body) * inner.bytes // user.bytes
             # The updated part is not read.
             elif user.opcode != "dynamic-update-slice" or position:
                 return inner.bytes
