@@ -1,38 +1,22 @@
-"""Lets a process of the tests trace and lower programs sooner; results are the same."""
+"""Lets a process of the tests trace programs sooner; results are the same."""
 
 import gc
 
 import flax
 import numpy as np
-from jax._src.interpreters import mlir
 
-# A context of MLIR is made in the time in which a small program is lowered. It keeps the
-# constants of programs, which is why it does not serve all of them.
-_PROGRAMS = 100
-_contexts = {}
 _param, _checked = flax.core.Scope.param, set()
 
 
 def hurry():
     """Has this process check each kind of parameter once, and collect garbage seldom.
 
-    Programs share contexts of MLIR. What is imported is left out of collections: a trace
-    is many small objects, all kept.
+    What is imported is left out of collections: a trace is many small objects, all kept.
     """
     flax.core.Scope.param = _param_checked_once
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-    create = getattr(mlir, "make_ir_context", None)  # As in jax 0.10.
-
-    def share():
-        context, left = _contexts.get("last", (None, 0))
-        context = context if left else create()
-        _contexts["last"] = context, (left or _PROGRAMS) - 1
-        return context
-
-    if create:
-        mlir.make_ir_context = share
 
 
 def _param_checked_once(self, name, init_fn, *args, unbox=True, **keys):
