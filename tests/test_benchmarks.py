@@ -1,4 +1,7 @@
-"""Every script of benchmarks/ runs for seconds with --smoke; timings are not looked at."""
+"""Scripts of benchmarks/ start; `-m rare` runs each for seconds with --smoke.
+
+Nobody but a developer runs them, and all take ten minutes. Timings are not looked at.
+"""
 
 import re
 
@@ -51,6 +54,15 @@ def process():
         yield process
 
 
+def run(name, words, process):
+    """Runs a script; returns what it printed."""
+    if name not in APART:
+        return warm.succeed(process, f"benchmarks/{name}.py", words)
+    done = run_python("-m", f"benchmarks.{name.replace('/', '.')}", *words, **OWN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -61,10 +73,11 @@ def process():
         for name in SCRIPTS
     ],
 )
+def test_a_benchmark_starts(name, process):
+    assert "--smoke" in run(name, ["--help"], process)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_runs(name, process):
-    if name not in APART:
-        assert warm.succeed(process, f"benchmarks/{name}.py", ["--smoke"])
-        return
-    done = run_python("-m", f"benchmarks.{name.replace('/', '.')}", "--smoke", **OWN)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    assert run(name, ["--smoke"], process)
