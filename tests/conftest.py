@@ -10,6 +10,7 @@ import tempfile
 
 from hosts import kill_started, xla_flags
 
+gc.disable()  # Until all modules are imported.
 # Before JAX starts. Programs are compiled in a hurry; what users get is run by the digits,
 # alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
@@ -25,47 +26,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import flax
 import jax
 import numpy as np
 import pytest
 from absl import flags
+from hurry import hurry
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
-# The collector takes a sixth of the time otherwise: a trace is many small objects, all kept.
-gc.set_threshold(10_000)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
-
-
-_param, _checked = flax.core.Scope.param, set()
-
-
-def _param_checked_once(self, name, init_fn, *args, unbox=True, **keys):
-    """Returns a parameter; its initialiser has shown once that it makes such a shape.
-
-    Flax evaluates the initialiser of each parameter in each trace, to compare the shapes:
-    that is half of the time of a trace.
-    """
-    if keys or not self.has_variable("params", name):
-        return _param(self, name, init_fn, *args, unbox=unbox, **keys)
-    value = self.get_variable("params", name)
-    case = init_fn, args, np.shape(value)
-    try:
-        known = case in _checked
-    except TypeError:  # It cannot be hashed.
-        return _param(self, name, init_fn, *args, unbox=unbox)
-    if not known:
-        value = _param(self, name, init_fn, *args, unbox=unbox)
-        _checked.add(case)
-        return value
-    self.reserve(name, "params")
-    return flax.core.meta.unbox(value) if unbox else value
-
-
-flax.core.Scope.param = _param_checked_once
 
 
 # Files of minutes, the longest first: begun last, they would keep one worker waiting.
@@ -75,6 +46,24 @@ LONG += ("test_digits.py", "test_exchanges.py", "test_soak.py", "test_failing_sa
 LONG += ("test_notebooks.py", "test_encoder.py", "test_resume.py", "test_starting.py")
 # Of the fast tests.
 LONG += ("test_self_supervised.py", "test_configs.py", "test_api.py")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files without a mark that is asked for, which each worker would import."""
+    marks = config.option.markexpr
+    if collection_path.suffix == ".py" and marks and "not" not in marks:
+        text = collection_path.read_text()
+        return True if not any(m in text for m in marks.split(" or ")) else None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Begins to collect garbage when all modules are imported."""
+    found = yield
+    gc.enable()
+    hurry()
+    return found
 
 
 def pytest_collection_modifyitems(items):

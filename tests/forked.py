@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # each set of them has its server.
 _READ_LATE = (
     *("XLA_FLAGS", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED"),
+    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "TMPDIR"),
     *("OWN_DISK", "HANGS"),  # Of tests.
 )
 _IMPORTS = ("vit_jax.command_line.job", "vit_jax.training.loop", "vit_jax.weights")
@@ -70,8 +71,9 @@ class Popen(subprocess.Popen):
             self.pid = _server(self._env).start(order, [*streams, writer])
         finally:
             os.close(writer)
-            for fd in {given["p2cread"], given["c2pwrite"], given["errwrite"]} - {-1}:
-                os.close(fd)
+            # Ends of pipes, not files that the caller has opened.
+            ends = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
+            self._close_pipe_fds(*map(given.get, ends))
         self._child_created = True
         self._status = reader
 
@@ -222,6 +224,7 @@ def _become(order, descriptors):
         ignored = number in order["ignored"]
         signal.signal(number, signal.SIG_IGN if ignored else default)
     random.seed()
+    tempfile.tempdir = None  # Of the server's environment.
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [path for path in paths if path not in ("", *sys.path)]
     sys.path[:1] = [order["cwd"], *paths]
@@ -229,12 +232,15 @@ def _become(order, descriptors):
 
 
 if __name__ == "__main__":
+    gc.disable()
+    from hurry import hurry
+
     sys.path[0] = str(ROOT)
     for name in _IMPORTS:
         importlib.import_module(name)
+    gc.enable()
     _keep_programs_of_all()
-    gc.collect()
-    gc.freeze()  # Otherwise collections would copy what is shared.
+    hurry()  # Otherwise collections would copy what is shared.
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         order = _serve(connection)
     _become(*order)

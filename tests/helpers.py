@@ -41,6 +41,20 @@ RECIPES = sorted(
     if path.stem not in ("__init__", "common")
 )
 
+# Recipes whose step has the task, network and optimiser of another's, with that one: only
+# numbers differ. tests/tools/planning/test_exchanges.py holds that.
+ALIKE = {
+    "b16_i1k": "digits",
+    "deit3": "vit5",
+    "digits_finetune": "transfer",
+    "digits_names": "siglip_lit_coco",
+    "dinov3_7b": "dinov3",
+    "flowers": "deit",
+    "flowers_finetune": "transfer",
+    "jft": "b16_i21k",
+    "vtab": "transfer",
+}
+
 # The commands of the site run the quick version of these, and the stages that go on from it.
 ON_SITE = ("dinov2", "dinov3", "mae")
 

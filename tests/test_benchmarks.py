@@ -1,4 +1,7 @@
-"""Every script of benchmarks/ runs for seconds with --smoke; timings are not looked at."""
+"""Scripts of benchmarks/ start; `-m rare` runs each for seconds with --smoke.
+
+Nobody but a developer runs them, and all take ten minutes. Timings are not looked at.
+"""
 
 import re
 
@@ -21,16 +24,12 @@ SCRIPTS = [
     for name, text in sorted(SOURCES.items())
     if "__main__" in text and not name.startswith(ELSEWHERE)
 ]
-# Those that start processes, have other devices or use PyTorch.
+# Those whose process has devices of its own, or uses PyTorch.
 APART = [
-    pytest.param(name, marks=[pytest.mark.parity] * ("\nimport torch\n" in text))
+    name
     for name in SCRIPTS
-    if any(
-        x in (text := SOURCES[name])
-        for x in ("subprocess", "XLA_FLAGS", "import torch")
-    )
+    if re.search("XLA_FLAGS|^import torch$", SOURCES[name], re.MULTILINE)
 ]
-TOGETHER = sorted({*SCRIPTS} - {param.values[0] for param in APART})
 # Threads of PyTorch beside other tests do not spin.
 OWN = {"XLA_FLAGS": HURRY, "OMP_WAIT_POLICY": "passive"}
 
@@ -48,16 +47,37 @@ def test_the_readme_has_a_line_for_every_script():
     assert sorted(listed) == sorted(name.replace("/", ".") for name in runs)
 
 
-@pytest.mark.slow
-def test_benchmarks_of_one_process_run():
-    commands = [["python", f"benchmarks/{name}.py", "--smoke"] for name in TOGETHER]
-    warm.run_all(commands, ROOT, PYTHONPATH=str(ROOT), **OWN)
+@pytest.fixture(scope="module")
+def process():
+    """A process that runs one script after another."""
+    with warm.Process(ROOT, fork=True, PYTHONPATH=str(ROOT), **OWN) as process:
+        yield process
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APART)
-def test_a_benchmark_runs(name):
-    module = f"benchmarks.{name.replace('/', '.')}"
-    done = run_python("-m", module, "--smoke", **OWN)
+def run(name, words, process):
+    """Runs a script; returns what it printed."""
+    if name not in APART:
+        return warm.succeed(process, f"benchmarks/{name}.py", words)
+    done = run_python("-m", f"benchmarks.{name.replace('/', '.')}", *words, **OWN)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.parity] * ("\nimport torch\n" in SOURCES[name])
+        )
+        for name in SCRIPTS
+    ],
+)
+def test_a_benchmark_starts(name, process):
+    assert "--smoke" in run(name, ["--help"], process)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_benchmark_runs(name, process):
+    assert run(name, ["--smoke"], process)

@@ -34,6 +34,9 @@ TESTS = {
         "tests/test_docs_pretraining.py::"
         "test_the_commands_and_programs_of_pretraining_run"
     ),
+    r"train .*configs/dinov3_7b\.py": (
+        "tests/training/test_lowering.py::test_the_step_of_a_recipe"
+    ),
     # What their quick versions replace.
     r"train .*((b16_\w+|jft)\.py:model=L/16|:data=(cifar10|imagenet2012))": (
         "tests/test_configs.py::test_recipe_builds_with_every_argument"

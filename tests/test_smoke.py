@@ -118,9 +118,16 @@ def heads():
 
     Others of the same recipe differ in what its quick version replaces.
     """
-    # Others begin with b16_i21k, which jft repeats with another data set; the recipes of
-    # flowers are run by test_config_commands.py.
-    elsewhere = (*ON_SITE, "b16_i21k", "flowers", "flowers_finetune", "jft")
+    # Others begin with b16_i21k, which jft repeats with another data set, as dinov3_7b does
+    # dinov3 with other sizes; the recipes of flowers are run by test_config_commands.py.
+    elsewhere = (
+        *ON_SITE,
+        "b16_i21k",
+        "flowers",
+        "flowers_finetune",
+        "jft",
+        "dinov3_7b",
+    )
     for recipe in RECIPES:
         if recipe not in elsewhere and "digits" not in recipe:
             lines = commands_of(ROOT / "configs" / f"{recipe}.py")

@@ -7,16 +7,17 @@ two starts: test_resume.py kills one process, test_two_hosts.py hosts, test_endi
 import re
 
 import pytest
-from helpers import run_python
+import warm
+from helpers import ROOT
 from hosts import HURRY
 
 
 @pytest.mark.slow
 def test_runs_that_are_ended_are_equal_to_the_undisturbed_one():
     words = ["--kills=0", "--hosts=1", "--steps=14", "--workers=0", "--aimed=SIGTERM"]
-    end = run_python("-m", "benchmarks.reliability.soak", *words, XLA_FLAGS=HURRY)
-    assert end.returncode == 0, end.stdout + end.stderr
-    assert (
-        len(re.findall(r"^SIGTERM .*: \d+, identical$", end.stdout, re.MULTILINE)) == 5
-    )
-    assert re.search(r"\n0 kills, 0 starts, 0 runs, 0 different", end.stdout)
+    with warm.Process(
+        ROOT, fork=True, PYTHONPATH=str(ROOT), XLA_FLAGS=HURRY
+    ) as process:
+        out = warm.succeed(process, "benchmarks/reliability/soak.py", words)
+    assert len(re.findall(r"^SIGTERM .*: \d+, identical$", out, re.MULTILINE)) == 5
+    assert re.search(r"\n0 kills, 0 starts, 0 runs, 0 different", out)

@@ -42,12 +42,14 @@ class Process:
     Args:
       cwd: folder that they are run in.
       memory: bytes that the process may have; more is refused. None is no limit.
+      fork: whether `python -m` of a verb, which a script starts, is forked with its
+        imports done (forked.py).
       environment: variables besides those of this process.
     """
 
-    def __init__(self, cwd, memory=None, **environment):
+    def __init__(self, cwd, memory=None, *, fork=False, **environment):
         self._cwd, self._environment, self._process = cwd, environment, None
-        self._memory = str(memory or "")
+        self._flags = str(memory or ""), "fork" if fork else ""
 
     def __enter__(self):
         self._streams = tempfile.TemporaryDirectory()
@@ -64,7 +66,7 @@ class Process:
         """Runs a verb, or the script of a path, with words and a text for its stdin."""
         if not self._process:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, self._streams.name, self._memory],
+                [sys.executable, __file__, self._streams.name, *self._flags],
                 cwd=self._cwd,
                 env=os.environ | self._environment,
                 stdin=subprocess.PIPE,
@@ -102,8 +104,14 @@ def run_all(commands, cwd, **environment):
         for python, *words in commands:
             assert python == "python", python
             name, *words = words[words[0] == "-m" :]
-            end = process.run(name.removeprefix("vit_jax."), words, seconds=900)
-            assert end.code == 0, f"{name} {words}: {end}"
+            succeed(process, name.removeprefix("vit_jax."), words)
+
+
+def succeed(process, name, words):
+    """Runs a verb or a script, which must succeed; returns what it printed."""
+    end = process.run(name, words, seconds=900)
+    assert end.code == 0, f"{name} {words}: {end}"
+    return end.out
 
 
 class _Hangs(BaseException):
@@ -114,9 +122,14 @@ def _interrupt(signum, frame):
     raise _Hangs
 
 
-def _serve(folder, memory):
+def _serve(folder, memory, fork):
+    from hurry import hurry  # It imports JAX.
+
+    if fork:
+        _fork_verbs()
     answers = os.fdopen(os.dup(1), "w")
     orders = os.fdopen(os.dup(0), "r")
+    hurry()
     sys.path.insert(0, "")  # As `python -m` has it.
     signal.signal(signal.SIGALRM, _interrupt)
     if memory:
@@ -124,6 +137,24 @@ def _serve(folder, memory):
     print("ready", file=answers, flush=True)
     for line in orders:
         print(json.dumps(_run(folder, **json.loads(line))), file=answers, flush=True)
+
+
+def _fork_verbs():
+    """Has subprocess.Popen fork `python -m` of a verb from a process with JAX imported."""
+    import forked
+
+    start = subprocess.Popen
+
+    class Popen(start):
+        def __new__(cls, args, *more, **options):
+            # `compile` chooses compilers before JAX is imported.
+            verb = args[2] if [*args[:2]] == [sys.executable, "-m"] else ""
+            if not verb.startswith("vit_jax.") or verb == "vit_jax.compile":
+                return start(args, *more, **options)
+            options["env"] = dict(options.get("env") or os.environ)
+            return forked.Popen(verb, args[3:], **options)
+
+    subprocess.Popen = Popen
 
 
 def _run(folder, verb, words, stdin, seconds):
@@ -163,4 +194,4 @@ def _main(verb, words):
 
 
 if __name__ == "__main__":
-    _serve(pathlib.Path(sys.argv[1]), sys.argv[2])
+    _serve(pathlib.Path(sys.argv[1]), *sys.argv[2:])

@@ -135,7 +135,8 @@ def finetune(photos, args, to):
     minutes = f"--minutes={args.minutes:g}"
     seed = f"--config.seed={args.seed}"
     model = f"--model={args.model}"
-    run("vit_jax.finetune", photos, minutes, seed, model, f"--workdir={to}")
+    short = ["--config.epochs=1"] * args.smoke
+    run("vit_jax.finetune", photos, minutes, seed, model, *short, f"--workdir={to}")
     found = score(to, "test")
     if (photos / "labels.csv").exists():
         found["map of scikit-learn"] = precision(to, photos)

@@ -105,6 +105,7 @@ def predict(method, table, args, to):
         return np.full(len(paths), np.median(rows_of(table, "train")[1]))
     words = [str(table), f"--model={args.model}", f"--workdir={to}"]
     words += [f"--minutes={args.minutes}", f"--config.seed={args.seed}"]
+    words += ["--config.epochs=1"] * args.smoke
     if method == "softmax":
         words.append(f"--config.data.label_key={target}")
     else:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import RECIPES, slow_but
+from helpers import ALIKE, RECIPES, slow_but
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.config import fields
@@ -26,27 +26,14 @@ DEVICES = 4
 # What a step of a recipe sends beside gradients and scalars (docs/compile.md).
 NEEDS = {
     "contrastive": ("clip", "siglip_lit_coco"),
-    "koleo": ("dinov2", "dinov3", "dinov3_7b"),
-    "sinkhorn": ("dinov3", "dinov3_7b"),
-    "mixup": (
-        *("bit_hyperrule", "deit", "distill_features", "flowers", "mixer", "swin"),
-        "vit5",
-    ),
+    "koleo": ("dinov2", "dinov3"),
+    "sinkhorn": ("dinov3",),
+    "mixup": ("bit_hyperrule", "deit", "distill_features", "mixer", "swin", "vit5"),
     "muon": ("cifar10",),
 }
 WHOLE_GROUPS = {"model.drop_path_group": IMAGES, "task.mask_group": IMAGES}
-KEYS = dict.fromkeys(("dinov2", "dinov3", "dinov3_7b"), WHOLE_GROUPS)
-# Recipes whose step has the task, network and optimiser of another's, with that one: only
-# numbers differ. Their own steps are lowered by test_lowering.py.
-ALIKE = {
-    "b16_i1k": "digits",
-    "deit3": "vit5",
-    "digits_finetune": "transfer",
-    "digits_names": "siglip_lit_coco",
-    "flowers_finetune": "transfer",
-    "jft": "b16_i21k",
-    "vtab": "transfer",
-}
+KEYS = dict.fromkeys(("dinov2", "dinov3"), WHOLE_GROUPS)
+# Their own steps are lowered by test_lowering.py.
 COMPILED = [name for name in RECIPES if name not in ALIKE]
 
 
