@@ -10,7 +10,6 @@ import tempfile
 
 from hosts import kill_started, xla_flags
 
-gc.disable()  # Until all modules are imported.
 # Before JAX starts. Programs are compiled in a hurry; what users get is run by the digits,
 # alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
@@ -34,6 +33,7 @@ from hurry import hurry
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
+hurry()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -55,15 +55,6 @@ def pytest_ignore_collect(collection_path, config):
         text = collection_path.read_text()
         return True if not any(m in text for m in marks.split(" or ")) else None
     return None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Begins to collect garbage when all modules are imported."""
-    found = yield
-    gc.enable()
-    hurry()
-    return found
 
 
 def pytest_collection_modifyitems(items):
