@@ -147,7 +147,7 @@ def test_a_run_is_calibrated_later_on_images_that_it_was_not_trained_on(run, cap
             "--tta=flip with --calibrate",
         ),
         (["--model=weights.safetensors", "--calibrate"], "is not the workdir of a run"),
-        ([f"--model={run}"], "--config is missing"),
+        (["--model=weights.safetensors"], "--config is missing"),
     ):
         with pytest.raises(UserError, match=problem):
             run_command("evaluate", words)

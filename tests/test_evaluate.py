@@ -520,6 +520,11 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]
         assert found["loss"] == pytest.approx(trained[kind]["loss"], rel=1e-5)
         assert found["top1"] == trained[kind]["top1"]
+    run_command("evaluate", [f"--model={tmp_path}", "--json"])  # Its own evaluations.
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+    assert again["loss"] == pytest.approx(trained["ema"]["loss"], rel=1e-5)
+    with pytest.raises(UserError, match="no evaluations"):
+        run_command("evaluate", [f"--model={tmp_path}", "--config.evals.val=None"])
 
 
 @pytest.fixture(scope="module")

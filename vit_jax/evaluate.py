@@ -2,9 +2,10 @@
 
 CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face
 or Google, or hf://owner/name. CONFIG is a file under configs/eval/ with its argument:
-configs/eval/fewshot.py:data=FOLDER. The preprocessing is stored with the weights; flags
-override parts of it. With --layers, evaluations of features are repeated for the given
-layers, counted from 0, and --out has a figure of them (layers.png; extra `plots`).
+configs/eval/fewshot.py:data=FOLDER. Without it the evaluations of a run are repeated, on
+its data. The preprocessing is stored with the weights; flags override parts of it. With
+--layers, evaluations of features are repeated for the given layers, counted from 0, and
+--out has a figure of them (layers.png; extra `plots`).
 --json ends with one line that has the scores of each evaluation; with
 --config.data.on_error=skip, its "skipped" lists how many damaged images were left out.
 With --calibrate, which needs no --config, a temperature, prediction sets (predict
@@ -29,12 +30,20 @@ from vit_jax.errors import UserError
 def main(flags: argparse.Namespace) -> int:
     """Runs the evaluations given by the flags; returns the exit code."""
     from vit_jax.training import config as configuration
+    from vit_jax.weights import checkpoint_folders
 
     if flags.calibrate is not None:
         return job.run(lambda: calibrate(flags), "", debug=flags.debug)
-    if not flags.config:
-        raise UserError("--config is missing: give a recipe, or --calibrate for a run")
-    config = configuration.load_evaluation(flags.config, flags.overrides)
+    if flags.config:
+        config = configuration.load_evaluation(flags.config, flags.overrides)
+    elif checkpoint_folders.has_checkpoint(flags.model):
+        stored = checkpoint_folders.read_metadata(flags.model)["config"]
+        config = configuration.evaluation_of_run(stored, flags.overrides)
+    else:
+        raise UserError(
+            f"--config is missing, and --model={masked(flags.model)} is not the workdir of "
+            "a run, whose evaluations would be repeated: give a recipe of configs/eval"
+        )
     if flags.only_present_classes is not None:
         config = _restrict(config, flags.only_present_classes)
     return job.run(lambda: run(flags, config), "", debug=flags.debug)
@@ -181,7 +190,11 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="EvaluationConfig", recipes=r"eval/\w+")
     add = parser.add_argument
-    add("--config", default="", help="recipe or file, :argument")
+    add(
+        "--config",
+        default="",
+        help="recipe or file, :argument; without it, the evaluations of a run are repeated",
+    )
     add("--json", action="store_true", help="print one line of JSON, not a table")
     add(
         "--only_present_classes",

@@ -134,7 +134,7 @@ class Suite:
         if one.wanted.task and self._trained is None:
             raise UserError(
                 f"evals.{name} is an evaluation of a run's task, which exists during "
-                "training only: leave it out"
+                f"training only: leave it out with --config.evals.{name}=None"
             )
         if one.wanted.task and not self._trained.metric_names(one.split.fields):
             raise UserError(

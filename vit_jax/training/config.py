@@ -409,6 +409,30 @@ def load_evaluation(
                     f"config key {prefix}{name} is not read by an evaluation of weights: "
                     f"leave it out; the keys that are read are {', '.join(known)}"
                 )
+    return _evaluation(raw)
+
+
+def evaluation_of_run(
+    stored: Mapping, overrides: Mapping[str, object] | None = None
+) -> EvaluationConfig:
+    """Returns the evaluations of a run, for its weights after training.
+
+    Args:
+      stored: config of the run. Its mesh is left out: other devices may evaluate.
+      overrides: see `load`.
+
+    Raises:
+      UserError: no evaluation is set, or there is an error that `load` raises.
+    """
+    read = {*fields.fields(EvaluationConfig)} - {"mesh", "sharding"}
+    raw = {name: value for name, value in stored.items() if name in read}
+    data, read = stored.get("data", {}), fields.fields(ReaderConfig)
+    raw["data"] = {name: value for name, value in data.items() if name in read}
+    loading.override(TrainConfig, raw, overrides or {})
+    return _evaluation(raw)
+
+
+def _evaluation(raw: Mapping) -> EvaluationConfig:
     if not raw.get("evals"):
         raise UserError(
             "the config has no evaluations: set evals, for example to {'val': 'val'}"
