@@ -91,17 +91,17 @@ def resnet(c):
 
 CHANGES = {
     "recipe": lambda c: None,
-    "patches of 4 pixels, six blocks": plain_patches,
-    "stem of two convolutions": set_keys(
-        "model", stem_widths=(64, 128), stem_strides=(2, 2)
+    "windows of pixels not whitened": set_keys("model", stem_whitening=0),
+    "LayerNorm in the stem": set_keys("model", stem_norm="layer"),
+    "narrower": set_keys(
+        "model", stem_widths=(64, 64, 128, 128), width=128, num_heads=2
     ),
-    "one block": set_keys("model", depth=1),
-    "four blocks": set_keys("model", depth=4),
-    "class token": set_keys("model", pool="token"),
+    "two blocks": set_keys("model", depth=2),
+    "patches of 4 pixels, six blocks": plain_patches,
     "AdamW": adam,
-    "cosine": set_keys("optim", schedule="cosine"),
-    "no weight decay": set_keys("optim", weight_decay=0.0),
+    "twice the rate": set_keys("optim", learning_rate=6e-3),
     "no label smoothing": set_keys("task", label_smoothing=0.0),
+    "shifts up to 4 pixels": set_keys("data", train_transform="flip | pad_crop(4)"),
     "no flips and shifts": set_keys("data", train_transform=""),
     "resnet": resnet,
 }
