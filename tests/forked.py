@@ -232,15 +232,15 @@ def _become(order, descriptors):
 
 
 if __name__ == "__main__":
-    gc.disable()
     from hurry import hurry
 
     sys.path[0] = str(ROOT)
     for name in _IMPORTS:
         importlib.import_module(name)
-    gc.enable()
     _keep_programs_of_all()
-    hurry()  # Otherwise collections would copy what is shared.
+    hurry()
+    gc.collect()
+    gc.freeze()  # Otherwise collections would copy what is shared.
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         order = _serve(connection)
     _become(*order)
