@@ -53,8 +53,6 @@ _PLACES = {
 }
 _FIELDS = ("program", "kind", "devices", "mesh", "data", "fsdp", "gib", "messages")
 _FIELDS += ("mb_links", "mb_network", "mb_loss", "floor_ms", "bound", "chosen")
-
-
 _COLORS = ("#2a6f97", "#c8553d", "#588157", "#8e5aa8", "#c99a2e", "#4d4d4d")
 _MARKERS = "os^Dv*"
 _LINES = {"h100": "-", "v5e": ":"}

@@ -115,10 +115,14 @@ def arrays_of(name, data_dir, rng):
 
 def run(*words):
     """Runs a command of the project; its output goes to a file beside the runs."""
-    log = pathlib.Path(words[-1].partition("=")[2] + ".log")
+    start(pathlib.Path(words[-1].partition("=")[2] + ".log"), "-m", *words)
+
+
+def start(log, *words):
+    """Runs Python with these words; its output goes to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        command = [sys.executable, "-m", *map(str, words)]
+        command = [sys.executable, *map(str, words)]
         if subprocess.run(command, stdout=out, stderr=out, check=False).returncode:
             raise SystemExit(f"{' '.join(command)} failed, see {log}")
 

@@ -32,8 +32,6 @@ import os
 import pathlib
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -76,32 +74,38 @@ def make_folders(photos):
 
 def vit_jax(photos, seed, args, to):
     """Returns the accuracy of `vit_jax.finetune`."""
-    finetune.run(
-        "vit_jax.finetune",
-        photos,
-        f"--minutes={args.minutes:g}",
-        f"--config.seed={seed}",
-        f"--model={args.model}",
-        f"--workdir={to}",
-    )
-    return finetune.score(to, "test")["top1"]
+    args = argparse.Namespace(**{**vars(args), "seed": seed})
+    return finetune.finetune(photos, args, to)["top1"]
+
+
+def epochs_of(seconds, file, measure):
+    """Returns how many epochs fit the seconds.
+
+    `measure` returns the seconds before the first epoch and those of an epoch; the file
+    keeps them.
+    """
+    if not file.exists():
+        times = measure()
+        file.write_text(json.dumps(times))
+    before, epoch = json.loads(file.read_text())
+    return max(1, int((seconds - before) / epoch))
 
 
 def timm(photos, seed, args, to):
     """Returns the accuracy of the best of the rates of timm's train.py."""
-    rates = args.rates.split(",")
-    budget, best = 60 * args.minutes / len(rates), (-1.0, None)
+    rates, best = args.rates.split(","), (-1.0, None)
     trial = to.parents[1] / "timm_epoch"
-    if not (trial / "seconds.json").exists():
+
+    def measure():
         began = time.time()
         run_timm(photos, seed, args, rates[0], 1, trial)
-        epoch = os.path.getmtime(trial / "run" / "summary.csv") - os.path.getmtime(
-            trial / "run" / "args.yaml"
-        )
-        whole = time.time() - began
-        (trial / "seconds.json").write_text(json.dumps([whole - epoch, epoch]))
-    start, epoch = json.loads((trial / "seconds.json").read_text())
-    epochs = max(1, int((budget - start) / epoch))
+        files = (trial / "run" / name for name in ("args.yaml", "summary.csv"))
+        first, last = (os.path.getmtime(file) for file in files)
+        epoch = last - first
+        return time.time() - began - epoch, epoch
+
+    seconds = 60 * args.minutes / len(rates)
+    epochs = epochs_of(seconds, trial / "seconds.json", measure)
     for rate in rates:
         run_timm(photos, seed, args, rate, epochs, to / rate)
         with (to / rate / "run" / "summary.csv").open() as file:
@@ -113,7 +117,6 @@ def timm(photos, seed, args, to):
 def run_timm(photos, seed, args, rate, epochs, to):
     """Runs timm's train.py once."""
     shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
     classes = len(list((photos / "train").iterdir()))
     words = f"--model {TIMM_MODEL} --pretrained --num-classes {classes} --device cpu"
     words += f" --pretrained-path {args.model}/model.safetensors --val-split val"
@@ -124,7 +127,7 @@ def run_timm(photos, seed, args, rate, epochs, to):
     if args.dtype != "float32":
         words += f" --amp --amp-dtype {args.dtype}"
     train = pathlib.Path(args.timm).resolve() / "train.py"
-    start(TIMM, train, "--data-dir", photos, *words.split(), to=to)
+    finetune.start(to / "log", "-c", TIMM, train, "--data-dir", photos, *words.split())
 
 
 def test_timm(photos, checkpoint):
@@ -156,26 +159,21 @@ def transformers(photos, seed, args, to):
             "vit_jax.convert", f"--model={args.model}", "--to=hf", f"--out={weights}"
         )
     trial = to.parents[1] / "transformers_epoch"
-    if not (trial / "seconds.json").exists():
-        run_transformers(photos, seed, args, weights, 1, trial)
-    start, epoch = json.loads((trial / "seconds.json").read_text())["seconds"]
-    epochs = max(1, int((60 * args.minutes - start) / epoch))
-    run_transformers(photos, seed, args, weights, epochs, to)
-    return json.loads((to / "seconds.json").read_text())["test"]
+
+    def measure():
+        return run_transformers(photos, seed, args, weights, 1, trial)["seconds"]
+
+    epochs = epochs_of(60 * args.minutes, trial / "seconds.json", measure)
+    return run_transformers(photos, seed, args, weights, epochs, to)["test"]
 
 
 def run_transformers(photos, seed, args, weights, epochs, to):
-    """Runs transformers' Trainer in a process of its own."""
-    to.mkdir(parents=True, exist_ok=True)
+    """Runs transformers' Trainer in a process of its own; returns what it wrote."""
     words = f"--weights={weights} --seed={seed} --epochs={epochs} --dtype={args.dtype}"
-    start(TRANSFORMERS, photos, *words.split(), f"--out={to}", to=to)
-
-
-def start(program, *words, to):
-    """Runs a program; its output goes to a file beside the runs."""
-    with (to / "log").open("w") as log:
-        command = [sys.executable, "-c", program, *words]
-        subprocess.run(command, stdout=log, stderr=log, check=True)
+    finetune.start(
+        to / "log", "-c", TRANSFORMERS, photos, *words.split(), f"--out={to}"
+    )
+    return json.loads((to / "scores.json").read_text())
 
 
 METHODS = {"vit_jax": vit_jax, "timm": timm, "transformers": transformers}

@@ -1,7 +1,7 @@
 """Fine-tunes with transformers' Trainer; `benchmarks.finetuning.peers` starts it as a process.
 
 The flags are those of the README of transformers' image-classification example: AdamW, a rate of
-2e-5 that falls linearly, batches of 8, the epoch that is best on val. Writes OUT/seconds.json: the
+2e-5 that falls linearly, batches of 8, the epoch that is best on val. Writes OUT/scores.json: the
 seconds before the first epoch and of an epoch with its validation, and the accuracy of test.
 """
 
@@ -96,7 +96,7 @@ def main():
     trainer.model = type(model).from_pretrained(trainer.state.best_model_checkpoint)
     test = trainer.predict(datasets["test"]).metrics["test_accuracy"]
     scores = {"seconds": [start - BEGAN, epoch], "test": test}
-    (out / "seconds.json").write_text(json.dumps(scores))
+    (out / "scores.json").write_text(json.dumps(scores))
 
 
 def parse():

@@ -153,12 +153,9 @@ def whitening(side: int, channels: int) -> np.ndarray:
     Returns:
       Float32 array of shape (side, side, channels, side * side * channels).
     """
-    rows, of_rows = _cosines(
-        side, _PIXELS ** np.abs(np.subtract.outer(*[range(side)] * 2))
-    )
-    colors, of_colors = _cosines(
-        channels, np.where(np.eye(channels, dtype=bool), 1.0, _CHANNELS)
-    )
+    places = np.arange(side)
+    rows, of_rows = _cosines(_PIXELS ** np.abs(places[:, None] - places))
+    colors, of_colors = _cosines(np.where(np.eye(channels, dtype=bool), 1.0, _CHANNELS))
     variances = _VARIANCE * np.einsum("a,b,c->abc", of_rows, of_rows, of_colors)
     kernel = np.einsum("ya,xb,zc->yxzabc", rows, rows, colors)
     # Small components of an image are mostly noise.
@@ -166,8 +163,9 @@ def whitening(side: int, channels: int) -> np.ndarray:
     return kernel.reshape(side, side, channels, -1).astype(np.float32)
 
 
-def _cosines(n: int, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the orthonormal cosines over n places as columns, and their variances."""
+def _cosines(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the orthonormal cosines over its places as columns, and their variances."""
+    n = len(covariance)
     places = np.arange(n)
     basis = np.cos(np.pi / n * np.outer(places + 0.5, places))
     basis /= np.linalg.norm(basis, axis=0)
